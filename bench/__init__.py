@@ -1,1 +1,1 @@
-"""What we measure. Each module prints a table, and JSON with --json; ratios of one run, not times."""
+"""Benches. Each module prints a table, and JSON with --json; its figures are ratios of one run, not times."""

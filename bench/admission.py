@@ -1,17 +1,17 @@
-"""Is the plan what the server does? Immediate admission, measured on a live server, simulated and modelled.
+"""Compares the plan with the server: immediate admission measured on a live server, simulated, and modelled.
 
     python -m bench.admission [--json] [--out FILE] [--plot FILE] [--traces DIR] [--pools M ...] [--bytes-pools M ...]
                               [--workloads NAME ...] [--adapters N] [--load LB] [--hold S] [--seconds S] [--clients N]
 
 For every pool size (`--pools`: --max-active-adapters; `--bytes-pools`: a --device-pool of so many adapters' bytes) a
-`lora-server serve` is started, and for every workload clients hold adapters of it as vLLM's connector does
+`lora-server serve` is started, and for every workload clients hold its adapters as vLLM's connector does
 (bench/admission_client.py). A workload is Poisson arrivals with Zipf 1.2, or a trace, stretched so that LB requests are
 in flight on average if all are admitted; a request holds its adapter for a time that stands for its output: all times
-are shorter by one factor than at 30 ms per token. Traces that are not there are left out. Columns:
+are shorter by one factor than at 30 ms per token. Traces that are missing in --traces are left out. Columns:
 
     measured     admitted at once, as clients count; after a warm-up, with a 95 % interval by the means of 10 batches
     simulated    the same calls in provision's simulation, request by request; then the difference, paired
-    as asked     likewise, but each call when it was really asked, for as long as it really held: the driver's error
+    as asked     likewise, with the times at which calls were really made and held: shows the driver's error
     long run     provision's simulation of 6,000 calls, over 5 seeds, with its interval
     offered, literal, queued   provision's models of the rate
     rule         the server's own rule in virtual time at 30 ms per token, on the same calls
@@ -57,7 +57,7 @@ LOOK_SECONDS, PIPE_COLUMNS = 30.0, 140
 
 
 def make(work: Path, adapters: int) -> None:
-    """A tiny model, and adapters that are links to one."""
+    """Make a tiny model and `adapters` adapters, all of them links to one."""
     harness.make(work, "mixtral", {"content": {"lora_rank": 2, "targets": "attention"}}, num_hidden_layers=1)
     content = (work / "adapters" / "content").rename(work / "content")
     for index in range(adapters):
@@ -70,7 +70,7 @@ def name_of(adapter: int) -> str:
 
 @contextmanager
 def serving(work: Path, *flags: str) -> Iterator[RunningServer]:
-    """A server whose shard has looked at every adapter."""
+    """Run a server until its shard has measured every adapter, then yield it."""
     with harness.serving(work, *flags) as server:
         session = RemoteServer(server.address, links=False).join()
         for one in harness.listed(server.address):
@@ -90,7 +90,7 @@ def adapter_bytes(work: Path) -> int:
 
 
 def admissions(server: RunningServer) -> tuple[int, int]:
-    """(immediate, all that asked and still wait or were admitted) by the server's metrics."""
+    """Read (admitted at once, all: admitted or still waiting) from the server's metrics."""
     found = {}
     for line in server.get("/metrics")[1].splitlines():
         name, _, value = line.rpartition(" ")
@@ -100,7 +100,7 @@ def admissions(server: RunningServer) -> tuple[int, int]:
 
 
 def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -> tuple[list[Seen], tuple[int, int]]:
-    """All calls by live clients, in the order of the calls; and the server's count of them, as in `admissions`."""
+    """Make all calls by live clients; return their outcomes in order, and the server's counts as in `admissions`."""
     harness.until(lambda: not (now := harness.status(server.address)).clients and not now.active, "no holder is left")
     before = admissions(server)
     rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
@@ -170,7 +170,7 @@ def measure(
 
 
 def _as_asked(requests: Requests, seen: Sequence[Seen], slots: int) -> Any:
-    """Simulated: each call when it was asked, for as long as it held."""
+    """Simulate each call at the time it was really made, for as long as it really held its adapter."""
     asked_s = np.array([one.asked for one in seen])
     planned_s = (requests.output_tokens * cells.TICK_SECONDS).tolist()
     held_s = np.array([_held_s(one) or planned for one, planned in zip(seen, planned_s, strict=True)])
@@ -216,7 +216,7 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Exits with 1 where the clients and the server count differently."""
+    """Run the bench; exit with 1 if the clients and the server count differently."""
     given = harness.flags(
         __doc__, out=Path, plot=Path, traces=Path("shared/traces"), workloads=[str], pools=[10, 12, 14, 16],
         bytes_pools=[int], adapters=64, load=24.0, hold=1.0, seconds=40.0, clients=4, seed=0,

@@ -1,4 +1,4 @@
-"""What bench.admission asks for, and what is expected of it: by `provision`'s models, by its simulation, by the rule.
+"""The calls of bench.admission, and what is expected of them by `provision`'s models, its simulation, and the rule.
 
 The rule is the server's own `AdmissionQueue` (lora_server/control/admission/queue.py) in virtual time, with nothing
 around it.
@@ -50,7 +50,7 @@ class Scale:
 
 
 def workloads(directory: Path, adapters: int) -> dict[str, Workload]:
-    """Poisson arrivals, and the traces that are there; who names no adapters gets Zipf's."""
+    """Load Poisson arrivals and the traces that exist; a trace that names no adapters gets them by a Zipf law."""
     found = {"poisson": Workload(popularity=zipf(SKEW, adapters))}
     drawn = traces.ZipfAdapters(num_adapters=adapters, skew=SKEW)
     for name, file in TRACES.items():
@@ -60,7 +60,7 @@ def workloads(directory: Path, adapters: int) -> dict[str, Workload]:
 
 
 def calls(workload: Workload, scale: Scale, num: int, seed: int) -> Requests:
-    """As `provision` plays them (provisioning/plan/judge.py), at the scale; output tokens are ticks."""
+    """Draw calls as `provision` does (provisioning/plan/judge.py), at the bench's scale; output tokens are ticks."""
     tokens_per_s = scale.load / scale.hold_seconds * workload.lengths.mean_tokens
     requests = workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed).part(slice(num))
     ticks = requests.output_tokens * (scale.hold_seconds / workload.lengths.mean_tokens / TICK_SECONDS)
@@ -73,13 +73,13 @@ def calls(workload: Workload, scale: Scale, num: int, seed: int) -> Requests:
 
 
 def simulated(requests: Requests, slots: int) -> NDArray[np.bool_]:
-    """Who is admitted at once, by `provision`'s simulation."""
+    """Tell of each request whether `provision`'s simulation admits it at once."""
     system = System(instance_of=[0] * requests.num_adapters, step_s=[TICK_SECONDS], cache_slots=slots)
     return run(requests, system).immediate
 
 
 def long_run(workload: Workload, scale: Scale, slots: int) -> Estimate:
-    """What the simulation says of the workload, over seeds."""
+    """Estimate the workload's rate of immediate admission by long simulations over several seeds."""
     rates = []
     for seed in range(LONG_SEEDS):
         requests = calls(workload, scale, LONG_RUN, seed)
@@ -90,7 +90,7 @@ def long_run(workload: Workload, scale: Scale, slots: int) -> Estimate:
 
 
 def by_rule(requests: Requests, slots: int, slower: float = 1.0) -> NDArray[np.bool_]:
-    """Who is admitted at once, by the server's rule in virtual time; all times `slower` by this factor."""
+    """Tell of each request whether the server's rule admits it at once, with all times `slower` by a factor."""
     now = 0.0
     admission = AdmissionQueue(lambda names: [int(name) for name in names], PoolCapacity(slots), clock=lambda: now)
     names = [str(adapter + 1) for adapter in requests.adapter]
@@ -120,13 +120,13 @@ def by_rule(requests: Requests, slots: int, slower: float = 1.0) -> NDArray[np.b
 
 
 def settled(requests: Requests, scale: Scale) -> slice:
-    """The calls after a warm-up, as `provision` counts them."""
+    """Return the part of the calls that comes after a warm-up, as `provision` defines it."""
     warm_s = min(WARM_UP_RESIDENCES * scale.hold_seconds, requests.span_s / 3)
     return slice(int(np.searchsorted(requests.arrival_s, warm_s)), len(requests))
 
 
 def in_batches(values: Sequence[float] | Floats | NDArray[np.bool_], lowest: float = 0.0) -> Estimate:
-    """The mean of what comes in time, with an interval by the means of batches."""
+    """Estimate the mean of a time series, with an interval by the means of consecutive batches."""
     means = [float(batch.mean()) - lowest for batch in np.array_split(np.asarray(values, dtype=float), BATCHES)]
     found = Estimate.of(means)
     return Estimate(mean=found.mean + lowest, low=found.low + lowest, high=found.high + lowest)

@@ -1,11 +1,11 @@
-"""An engine's scheduler without a model, for bench.admission: it holds adapters for requests, and lets go in time.
+"""An engine's scheduler without a model, for bench.admission: it holds adapters for requests and releases them in time.
 
-python -m bench.admission_client JOB        a process of it; JOB is a file of JSON, see Job
+python -m bench.admission_client JOB        one client process; JOB is a file of JSON, see Job
 
-It holds as vLLM's connector does (client_connector/serving/leases.py): `hold` when a request comes, a look at who was
-admitted meanwhile at every step, `release` when the request has had its time. It says `ready`; reads from standard
-input the moment at which time 0 is (of time.monotonic(), which all processes of a host share); says `asked` after the
-last call; and when standard input ends, whoever still waits, it says a list of Seen.
+It holds adapters as vLLM's connector does (client_connector/serving/leases.py): `hold` when a request arrives, a look
+at every step at which requests were admitted meanwhile, `release` when the request has had its time. It prints `ready`;
+reads from standard input the moment of time 0 (by time.monotonic(), which all processes of a host share); prints
+`asked` after the last call; and when standard input ends, even if requests still wait, it prints a list of Seen.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import msgspec
 from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 
-STEP_SECONDS, MOST_SECONDS = 0.005, 1.0  # between two looks: where somebody waits, and else
+STEP_SECONDS, MOST_SECONDS = 0.005, 1.0  # between two looks: while a request waits, and otherwise
 
 
 class Call(msgspec.Struct):
-    """A request; `at` and `seconds` that it holds its adapter, in seconds."""
+    """A request: the time `at` which it arrives and the `seconds` for which it holds its adapter."""
 
     index: int
     at: float
@@ -36,14 +36,14 @@ class Call(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What one client does, in the order of time."""
+    """The calls of one client, in the order of time."""
 
     server: str
     calls: list[Call]
 
 
 class Seen(msgspec.Struct):
-    """What came of a request; moments as in Call. None where it never was."""
+    """The outcome of a request. Times count from time 0, as in Call; None if that never happened."""
 
     index: int
     asked: float
@@ -56,7 +56,7 @@ class Seen(msgspec.Struct):
 def work(
     job: Job, leases: AdapterLeases, zero: float, asked: Callable[[], object], enough: threading.Event
 ) -> list[Seen]:
-    """All calls, in real time, and what they hold and wait for until it is `enough`."""
+    """Make all calls in real time, and hold and release their adapters until `enough` is set. Returns the outcomes."""
     seen: dict[str, Seen] = {}
     ends: list[tuple[float, str]] = []
     waiting: dict[str, Call] = {}

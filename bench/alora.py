@@ -55,7 +55,7 @@ class Pipeline:
         )
 
     def ask(self, prompt: list[int], name: str | None, tokens: int) -> tuple[list[int], int, float]:
-        """What it says, prompt tokens computed, seconds."""
+        """Generate `tokens` tokens. Returns them, the number of prompt tokens computed, and the seconds it took."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -68,7 +68,7 @@ class Pipeline:
         return list(output.outputs[0].token_ids), len(prompt) - (output.num_cached_tokens or 0), seconds
 
     def run(self, x: list[int], name: str) -> list[tuple[int, float]]:
-        """(tokens computed, seconds) of base, adapter, base."""
+        """Call base model, adapter, base model in turn; return (prompt tokens computed, seconds) of each."""
         y, *first = self.ask(x, None, Y_TOKENS)
         r, *second = self.ask([*x, *y, *INVOCATION], name, R_TOKENS)
         _, *third = self.ask([*x, *y, *INVOCATION, *r], None, R_TOKENS)

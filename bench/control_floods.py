@@ -74,14 +74,14 @@ class Bystander:
 
 @contextlib.contextmanager
 def stubs(address: str, kind: Any) -> Iterator[list[Any]]:
-    """On connections of their own."""
+    """Make stubs of a service, each on a connection of its own."""
     own = (("grpc.use_local_subchannel_pool", 1),)
     with contextlib.ExitStack() as stack:
         yield [kind(stack.enter_context(grpc.insecure_channel(address, own))) for _ in range(CONNECTIONS)]
 
 
 def outcomes(calls: Sequence[Any], address: str) -> Counter[str]:
-    """What became of each: `ok`, or the code of its error."""
+    """Count the calls by their outcome: `ok`, or the code of the error."""
     found: Counter[str] = Counter()
     for one in calls:
         error = one.exception(PATIENCE)
@@ -90,7 +90,7 @@ def outcomes(calls: Sequence[Any], address: str) -> Counter[str]:
 
 
 def add_many(address: str, source: str, count: int) -> Counter[str]:
-    """All at once, under different names."""
+    """Add one source `count` times at once, under different names; return the counts of outcomes."""
     with stubs(address, rpc.AdaptersStub) as each:
         requests = [pb.AddAdapterRequest(name=f"a{n}", uri=source, wait_seconds=PATIENCE) for n in range(count)]
         calls = [each[n % CONNECTIONS].Add.future(one, timeout=PATIENCE) for n, one in enumerate(requests)]
@@ -111,7 +111,7 @@ def join_many(address: str, shard: int, count: int) -> Counter[str]:
 
 
 def beside(count: int, address: str, flood: Callable[[], Counter[str]]) -> dict[str, Any]:
-    """A flood beside so many clients that only hold their leases."""
+    """Run a flood while `count` clients do nothing but keep their leases; return what both saw."""
     bystanders = [Bystander(address) for _ in range(count)]
     began = time.monotonic()
     found = flood()

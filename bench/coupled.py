@@ -95,7 +95,7 @@ class Case:
                 model.set_adapter(name)
                 out[own] = self.generate(model, self.ids[own])
 
-        slow = self.targets != "attention"  # minutes at a realistic width: one run, whose start hardly counts
+        slow = self.targets != "attention"  # minutes at a realistic width: one run, as its start hardly counts
         return self.tokens_per_s(in_turn if slow else mixed, runs=1 if slow else 3), out
 
 

@@ -1,14 +1,14 @@
-"""Who should make room? The policies of --eviction on recorded traffic, in virtual time.
+"""Compares the policies of --eviction on recorded traffic, in virtual time.
 
     python -m bench.eviction [--json] [--traces DIR] [--requests N] [--adapters N]
 
-Each request of a trace needs one adapter: from its arrival on, once that is there, for its output tokens. Adapters of
-running and waiting requests are active, and the running ones' stay; of the others the shard's own functions choose
-(lora_server/memory/eviction.py: may_go, victims, POLICIES), by what the shard's own Usage counts, here once a second.
-One loader brings one adapter after the other, in the order of need, over a link; an adapter has a rank of 8 to 64. A
-request waits cold from its arrival until its adapter is there, for the link or for room. Pools are shares of the bytes
-of all adapters that are asked for. ServeGen's clients are adapters; Azure's and Mooncake's requests get theirs from
-Zipf 1.2. Traces that are not there are left out.
+Each request of a trace needs one adapter, and runs for its output tokens once that adapter is loaded. Adapters of
+running and waiting requests are active. Those of running requests are never evicted; among the others the shard's own
+functions choose (lora_server/memory/eviction.py: may_go, victims, POLICIES), by the counts of the shard's own Usage,
+here updated once a second. One loader loads one adapter after the other, in the order of need, over a link; adapters
+have ranks of 8 to 64. A request's cold wait is from its arrival until its adapter is loaded: it waits for the link or
+for free memory. Pools are shares of the bytes of all adapters that are asked for. ServeGen's clients are adapters;
+Azure's and Mooncake's requests get theirs by Zipf 1.2. Traces that are missing in --traces are left out.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def requests_of(path: Path, num: int, adapters: int) -> Requests:
 
 
 def simulate(requests: Requests, pool: float, policy: str) -> dict[str, Any]:
-    """One row; the pool has room for the largest adapter twice, at the least."""
+    """Simulate one row of the table. The pool has room for at least two adapters of the largest rank."""
     sizes = np.random.default_rng(0).choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
     asked = int(sizes[np.unique(requests.adapter)].sum())
     capacity = max(round(asked * pool), 2 * max(RANKS) * BYTES_PER_RANK)
@@ -186,7 +186,7 @@ def simulate(requests: Requests, pool: float, policy: str) -> dict[str, Any]:
 
 
 def measure(directory: Path, num: int, adapters: int) -> list[dict[str, Any]]:
-    """All traces that are there, by pool and policy."""
+    """Simulate every trace that exists, by pool and policy."""
     rows = []
     there = {name: directory / file for name, file in FILES.items() if (directory / file).exists()}
     for name, path in there.items():

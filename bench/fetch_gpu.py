@@ -1,4 +1,4 @@
-"""What a GPU's host without a network lacks, collected where there is one: wheels for its Python, and peers' kernels.
+"""Collects, on a host with a network, what a GPU's host without one lacks: wheels for its Python, and peers' kernels.
 
     python -m bench.fetch_gpu [--out bench/out/gpu] [--python python3.12] [--no-check]
 
@@ -54,11 +54,11 @@ ENVIRONMENT = {
 
 
 class CarryError(Exception):
-    """What cannot be collected, and why."""
+    """Something cannot be collected; the text says what and why."""
 
 
 def image() -> dict[str, tuple[str, bool]]:
-    """name -> (version or "", whether it is large) of what is there."""
+    """Read the image's packages: name -> (version or "", whether it is large)."""
     found = {}
     for line in IMAGE.read_text().splitlines():
         name, _, note = line.partition("#")
@@ -69,21 +69,21 @@ def image() -> dict[str, tuple[str, bool]]:
 
 
 def pins() -> dict[str, str]:
-    """name -> version, ours before constraints.txt's."""
+    """Read the pinned versions: name -> version, PINS before constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {**{canonicalize_name(name): version for name, version in pairs}, **PINS}
 
 
 def roots() -> list[Requirement]:
-    """What is needed: the dependencies and extras that run on a GPU, and the tests' own."""
+    """List the requirements: the dependencies and extras that a GPU's host runs, and the tests' own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
     return [Requirement(line) for line in (*project["dependencies"], *extras, *MORE)]
 
 
 def download(name: str, folder: Path) -> Path:
-    """Its wheel for the image's Python; raises CarryError."""
+    """Download a package's wheel for the image's Python; raises CarryError."""
     version = pins().get(name)
     if version is None:
         raise CarryError(f"{name}: no version known; add it to constraints.txt or to PINS in bench/fetch_gpu.py")
@@ -94,7 +94,7 @@ def download(name: str, folder: Path) -> Path:
 
 
 def pip_download(wanted: list[str], folder: Path) -> None:
-    """These wheels for the image's Python, without what they need; raises CarryError."""
+    """Download wheels for the image's Python without their dependencies; raises CarryError."""
     platforms = [flag for platform in PLATFORMS for flag in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms]
     command += ["--python-version", carried.PYTHON, "--implementation", "cp", "--dest", str(folder), *wanted]
@@ -106,7 +106,7 @@ def pip_download(wanted: list[str], folder: Path) -> None:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """What a wheel asks for on the image, without extras."""
+    """Read a wheel's dependencies on the image, without extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1)
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
@@ -115,7 +115,7 @@ def needs(wheel: Path) -> list[Requirement]:
 
 
 def collect(folder: Path) -> list[Path]:
-    """Every wheel that is needed and not in the image, in an emptied folder; raises CarryError."""
+    """Download every wheel that is needed and not in the image into an emptied folder; raises CarryError."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     there, wheels = image(), {}
@@ -132,13 +132,13 @@ def collect(folder: Path) -> list[Path]:
 
 
 def _fits(wanted: Requirement, version: str, by: str) -> None:
-    """Raises CarryError where the image's version, if it is known, is not what a wheel needs."""
+    """Raise CarryError if the image's version is known and is not one that the wheel needs."""
     if version and by != "pyproject.toml" and not wanted.specifier.contains(Version(version), prereleases=True):
         raise CarryError(f"{by} needs {wanted}, and the image has {version}: pin another version of {by}")
 
 
 def tree_bytes() -> int:
-    """Of the working tree: what git knows or would add."""
+    """Sum the sizes of the working tree's files: those that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     paths = [ROOT / name for name in listed.split("\0") if name]
@@ -150,7 +150,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def find_python(given: str | None) -> str:
-    """An interpreter of the image's version that runs; raises CarryError."""
+    """Find an interpreter of the image's version that runs; raises CarryError."""
     for name in [given] if given else [f"python{carried.PYTHON}", "python3", "python"]:
         path = shutil.which(name)
         if path is None:
@@ -166,7 +166,7 @@ def find_python(given: str | None) -> str:
 
 
 def check(python: str, folder: Path) -> dict[str, Any]:
-    """Import what is carried, and ours, under that Python; raises CarryError for what cannot be."""
+    """Import the carried packages and ours under that Python; raises CarryError if an import fails."""
     with tempfile.TemporaryDirectory(prefix="lora-carry-") as scratch:
         work = Path(scratch)
         subprocess.run([python, "-m", "venv", "--without-pip", str(work / "venv")], check=True, timeout=120)

@@ -63,7 +63,7 @@ def fetch(peer: str, out: Path) -> dict[str, Any]:
 
 
 def there(peer: str, out: Path) -> dict[str, Any] | None:
-    """What an earlier run fetched, if that was the same version and every file is as it was: wheels are large."""
+    """Return an earlier run's entry if it is of the same version and no file has changed: wheels are large to fetch."""
     try:
         entry: dict[str, Any] = json.loads((out / "manifest.json").read_text())[peer]
         files = {name: hashlib.sha256((out / peer / name).read_bytes()).hexdigest() for name in entry["files"]}
@@ -73,7 +73,7 @@ def there(peer: str, out: Path) -> dict[str, Any] | None:
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """Every peer's files, and the manifest, which is returned; prints a line for each."""
+    """Fetch every peer's files and write the manifest; returns it, and prints a line for each peer."""
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict[str, Any] = {peer: there(peer, out) or fetch(peer, out) for peer in WHEELS}
     manifest["punica"] = {"note": PUNICA}

@@ -25,7 +25,7 @@ from lora_server.device.protocol.source import FILES, ONE_WARP, SERVES
 
 
 class Gpu(NamedTuple):
-    """What its kernels are compiled with; a test compares it with heuristics.choose."""
+    """The parameters with which a GPU's kernels are compiled; a test compares them with heuristics.choose."""
 
     arch: str
     bulk_copy: int
@@ -126,7 +126,7 @@ def compiled(job: Job) -> Compiled:
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:
-    """Machine code of each kernel: the sections .text.KERNEL of an ELF file of 64 bits."""
+    """Read the size of each kernel's machine code: the sections .text.KERNEL of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
@@ -136,7 +136,7 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
 
 
 def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
-    """Client kernels whose blocks do not fit beside a serving block of the same GPU."""
+    """List the client kernels that do not fit beside a serving block on a multiprocessor of the same GPU."""
     kernels = [(job, usage) for job, its in usages.items() for usage in its]
     serving = [(job, usage) for job, usage in kernels if job.name in SERVES]
     clients = [(job, usage) for job, usage in kernels if job.name in CLIENTS]
@@ -150,7 +150,7 @@ def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
 
 
 def build(job: Job) -> tuple[list[Usage], list[str]]:
-    """What a source's kernels take, and what is wrong with them once linked; a line for each goes to stdout."""
+    """Compile and link a source. Returns its kernels' usage and everything wrong with them; prints a line."""
     began = time.monotonic()
     code, said, ptx = compiled(job)
     wrong = [f"{job}: {line}" for line in said.splitlines() if "warning" in line and not job.nvshmem]

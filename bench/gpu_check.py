@@ -32,7 +32,7 @@ def carried(site: Path) -> list[str]:
 
 
 def sources(root: Path, package: str) -> list[Path]:
-    """Of a package; bench/out is not part of it."""
+    """List a package's source files, without those in bench/out."""
     return [path for path in sorted((root / package).rglob("*.py")) if "out" not in path.relative_to(root).parts]
 
 
@@ -43,7 +43,7 @@ def modules(root: Path) -> list[str]:
 
 
 def attempt(name: str) -> tuple[str, str]:
-    """("imported", ""), ("not_imported", what is missing), or ("failed", the error)."""
+    """Import a module: ("imported", ""), ("not_imported", the missing module), or ("failed", the error)."""
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             importlib.import_module(name)

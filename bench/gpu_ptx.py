@@ -1,6 +1,6 @@
-"""What became of the wrappers of ptx.cuh, system.cuh and e4m3.cuh in compiled kernels, read off their PTX.
+"""Checks in the PTX of kernels that the wrappers of ptx.cuh, system.cuh and e4m3.cuh became the right instructions.
 
-Tests play kernels in an emulator, which has wrappers of its own: only the compiler's output shows the instructions.
+Tests run kernels in an emulator, which has wrappers of its own: only the compiler's output shows the instructions.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Wrapper(NamedTuple):
 
     @property
     def templates(self) -> list[str]:
-        """What it emits, with %0, %1, ... for operands."""
+        """The PTX that it emits, with %0, %1, ... for operands."""
         literals = re.findall(r'\basm(?: volatile)?\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', self.text)
         return ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', one)).replace(r"\n", " ") for one in literals]
 
 
 def read_wrappers(file: str, text: str) -> list[Wrapper]:
-    """Functions of ptx.cuh and system.cuh; of e4m3.cuh those for GPUs that have instructions for it."""
+    """Parse a file's wrapper functions; of e4m3.cuh only those for GPUs that have instructions for it."""
     found, text_of_one, branch = [], "", None
     for line in re.sub(r" *//.*", "", text).splitlines():
         if line.startswith("#if"):
@@ -76,7 +76,7 @@ def wrappers() -> list[Wrapper]:
 
 
 def kernels(ptx: str) -> dict[str, str]:
-    """The text of each kernel, from its name on."""
+    """Cut PTX into the text of each kernel, from its name on."""
     return {found[1]: found[0] for found in re.finditer(r"\.entry (\w+)\(.*?^}", ptx, re.MULTILINE | re.DOTALL)}
 
 
@@ -86,7 +86,7 @@ def used_by(kernel: str, bulk_copy: bool) -> list[str]:
 
 
 def complaints(kernel: str, ptx: str, bulk_copy: bool, warps: int, launched: int) -> list[str]:
-    """What is wrong with a kernel of so many warps that compute, which is launched with so many threads."""
+    """List what is wrong with a kernel that has `warps` computing warps and is launched with `launched` threads."""
     said = " ".join(ptx.split())
     wrong = [f"no {name}()" for name in used_by(kernel, bulk_copy) if not _has(said, name, bulk_copy)]
     bounds = re.search(r"\.maxntid (\d+)", said)
@@ -97,7 +97,7 @@ def complaints(kernel: str, ptx: str, bulk_copy: bool, warps: int, launched: int
 
 
 def _has(said: str, name: str, bulk_copy: bool) -> bool:
-    """Whether all instructions of one of its definitions are there."""
+    """Tell whether all instructions of one of the wrapper's definitions are in the text."""
     its = [one for one in wrappers() if one.name == name and (one.file != "ptx.cuh" or one.branch in (None, bulk_copy))]
     return any(all(_pattern(template).search(said) for template in one.templates) for one in its)
 

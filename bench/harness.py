@@ -1,4 +1,4 @@
-"""What the benches share: flags, tables and one JSON document, servers of tiny models, child processes, waits."""
+"""Helpers for benches: flags, tables and one JSON document, servers of tiny models, child processes, waits."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ POLL_SECONDS = 0.05
 
 
 def flags(about: str | None, **defaults: Any) -> argparse.Namespace:
-    """Parse `--json` and one flag per default, whose type is the default's.
+    """Parse `--json` and one flag per keyword, which has the type of its default.
 
-    A type stands for "None by default", `[type]` for a list that is empty by default.
+    A default that is a type stands for None, and `[type]` for an empty list.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

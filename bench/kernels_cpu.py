@@ -31,12 +31,12 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of |error| / |result|; th
 
 
 def read_gbps(tensor: torch.Tensor) -> float:
-    """Bytes per ns of a reduction over a tensor that should be far larger than the caches."""
+    """Measure the bytes per ns of a reduction over a tensor, which should be far larger than the caches."""
     return tensor.nbytes / harness.least_s(1, tensor.max) / 1e9
 
 
 def blocks_of(model: Model, site: Site, step: Draw, dtype: torch.dtype) -> dict[tuple[int, int], Block]:
-    """Weights of every (adapter, expert) that the step meets, each in memory of its own."""
+    """Make random weights for every (adapter, expert) that the step meets, each in memory of its own."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def blocks_of(model: Model, site: Site, step: Draw, dtype: torch.dtype) -> dict[
 
 
 def paths(site: Site, step: Step, out: torch.Tensor, adapters: list[int]) -> dict[str, Callable[[], object]]:
-    """What is compared. Each fills `out` with the same result."""
+    """Return the paths that are compared, by name. Each fills `out` with the same result."""
     columns = {id(s.block): [pair.b_OR.t().contiguous() for pair in s.block.pairs] for s in step.segments}
     rows, in_map, out_map, weights = step.rows_TK, step.in_map_N, step.out_map_N, step.weights_N
     assert in_map is not None

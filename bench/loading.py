@@ -2,10 +2,10 @@
 
     python -m bench.loading [--json] [--windows N] [--seconds S]
 
-One shard, whose pool holds a quarter of the adapters. A client steps (8 rows of one resident adapter, one step after
+One shard, with a pool for a quarter of the adapters. A client steps (8 rows of one resident adapter, one step after
 the other) in three kinds of windows that take turns:
 
-    alone    nobody else is there
+    alone    no other client is there
     loading  another client steps with one row of each of the others in turn, so that the shard's loader never rests
     apart    a process beside the server loads them, in a store of its own: what a busy core and the memory's traffic
              cost where no Python is shared

@@ -1,8 +1,8 @@
-"""What it costs to have many adapters registered: `python -m bench.many_adapters --adapters 5000`.
+"""The cost of having many adapters registered: `python -m bench.many_adapters --adapters 5000`.
 
-A server of one shard with room for a few of them, then without and with an engine that asks for one: how long it takes
-until it serves, to list them, until a killed shard and a killed controller are back; and what a step takes beside one
-with a single adapter registered.
+The server has one shard with memory for a few of the adapters. Measured: the time until it serves, to list the
+adapters, and until a killed shard and a killed controller are back; and the time of a step, to compare with a server
+that has a single adapter registered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATIENCE = 600.0
 
 
 def make(root: Path, count: int) -> torch.nn.Module:
-    """A tiny model, and adapters of a few contents, linked."""
+    """Make a tiny model, and `count` adapters that are hard links to a few contents."""
     contents = {f"content-{seed}": {"lora_rank": 4, "targets": "all"} for seed in range(min(CONTENTS, count))}
     model = harness.make(root, "mixtral", contents)
     (root / "adapters").rename(root / "contents")
@@ -47,7 +47,7 @@ def make(root: Path, count: int) -> torch.nn.Module:
 
 
 def seconds_until(condition: Callable[[], object]) -> float:
-    """How long it took; an error counts as "not yet"."""
+    """Wait until the condition holds and return the seconds it took; an error counts as "not yet"."""
 
     def holds() -> object:
         with contextlib.suppress(Exception):
@@ -58,7 +58,7 @@ def seconds_until(condition: Callable[[], object]) -> float:
 
 
 def step_ms(server: RunningServer, model: torch.nn.Module) -> float:
-    """The median of a forward pass of two tokens."""
+    """Return the median ms of a forward pass of two tokens."""
     taken = []
     with attach(model, server=server.address) as lora, lora.adapters(["a00000"]):
         for number in range(60):
@@ -70,7 +70,7 @@ def step_ms(server: RunningServer, model: torch.nn.Module) -> float:
 
 
 def measure(count: int) -> dict[str, float]:
-    """What one server of so many adapters takes, in seconds; a step in ms."""
+    """Run one server with `count` adapters; return its times in seconds, and a step's in ms."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = make(root, count)
@@ -81,7 +81,7 @@ def measure(count: int) -> dict[str, float]:
                 return harness.status(server.address)
 
             def others() -> list[Any]:
-                """The shards that are up and are no process of before."""
+                """Return the shards that are up in a new process."""
                 return [one for one in status().shards if one.state == "up" and one.pid not in (0, shard)]
 
             found = {"ready": time.monotonic() - began, "step ms": step_ms(server, model)}

@@ -1,6 +1,6 @@
 """A client that steps with one adapter at a time and checks what it gets, for the benches of a shard's memory.
 
-python -m bench.memory_client JOB        a process of it; JOB is JSON, see Job
+python -m bench.memory_client JOB        one client process; JOB is JSON, see Job
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Job:
 
 @dataclass
 class Seen:
-    """What came of the steps of one job up to now; times in seconds of time.time()."""
+    """The results of one job's steps up to now; times in seconds of time.time()."""
 
     steps: int = 0
     wrong: int = 0
@@ -150,9 +150,9 @@ def zipf(count: int, exponent: float) -> np.ndarray:
 
 
 def work(job: Job, tell: Callable[[Seen], None], enough: threading.Event) -> None:
-    """Requests of random adapters, each some steps at random sites of rising layers; goes on after errors.
+    """Make requests of random adapters, each of some steps at random sites of rising layers; go on after errors.
 
-    Until its steps are done, and it is `enough`.
+    Ends when the job's steps are done and `enough` is set.
     """
     caller, dice = Caller(job.server, job.rows, job.seed, job.timeout), random.Random(job.seed)
     popular = iter(_drawn(job))

@@ -1,15 +1,15 @@
-"""Many adapters, little memory, several engines, and shards that are killed: is every answer right, is anything lost?
+"""Checks answers and leaks of a server with many adapters, little memory, several engines, and shards that are killed.
 
     python -m bench.memory_soak [--json] [--adapters N] [--pool N] [--engines N] [--steps N] [--kills N] [--calm S]
                                 [--host-pool N]
 
 --pool and --host-pool are in mean adapters. One `lora-server serve` process over shared memory; the adapters are
 links to twenty of mixed ranks and sites, their popularity is Zipf 1.2, and --device-pool holds --pool of them. Every
-engine is a process that compares each of its steps with the same product in float64. What processes of the server
-hold (resident memory, descriptors, shared memory) is read all the time, and compared between the first and the last
-tenth after a warm-up of a quarter. With --kills the shard is killed by SIGKILL that often at seeded moments while it
-loads, each time after it has run for --calm seconds (its successor is forked, with its imports behind it); back means
-that every engine has had a right answer since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
+engine is a process that compares each of its steps with the same product in float64. The resources of the server's
+processes (resident memory, descriptors, shared memory) are sampled throughout, and compared between the first and the
+last tenth after a warm-up of a quarter. With --kills the shard is killed by SIGKILL that often at seeded moments while
+it loads, each time after it has run for --calm seconds (its successor is forked after the imports). The server is back
+when every engine has had a right answer since. No answer may be wrong; steps cut off by a kill fail with a typed error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make(work: Path, adapters: int) -> tuple[list[str], dict[str, str], int]:
 
 
 class Engine:
-    """A process of bench.memory_client, whose newest line a thread reads."""
+    """A process of bench.memory_client; a thread reads its newest line."""
 
     def __init__(self, job: Job, log: Path) -> None:
         self.seen = Seen()
@@ -92,14 +92,14 @@ class Engine:
 
 
 class Held:
-    """What the server's processes hold, over time: one row of resident bytes, descriptors and shared memory each."""
+    """The resources of the server's processes over time: rows of resident bytes, descriptors and shared mappings."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
         self.rows: list[tuple[float, int, int, int]] = []
 
     def sample(self) -> None:
-        """One row; a process that is just dying counts as gone."""
+        """Add one row; a process that is just dying counts as gone."""
         resident = descriptors = shared = 0
         for process in [self._root, *self._root.children(recursive=True)]:
             try:
@@ -212,7 +212,7 @@ def _watch(server: RunningServer, engines: list[Engine], options: argparse.Names
 
 
 def _after(address: str, pid: int) -> dict[str, Any]:
-    """Once everybody has left: leases, and what the pools hold beside what is said to be in them."""
+    """Read, once all engines have left, the remaining leases, the pool's bytes, and the number of ready adapters."""
     deadline = time.time() + 30
     while (reply := harness.status(address)).clients and time.time() < deadline:
         time.sleep(0.2)

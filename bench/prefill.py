@@ -1,4 +1,4 @@
-"""Decode latency with and without somebody's long prefill beside it.
+"""Decode latency of one client with and without another client's long prefill beside it.
 
     python -m bench.prefill [--json] [--steps N]
 

@@ -3,7 +3,7 @@
     python bench/provision_iar.py [--out docs/img] [--cells N]
 
 Simulated: open Poisson arrivals, one shared cache, waiting requests kept, log-normal lengths (CV 1). Dealt: the
-same calls, but nobody waits, and the slots are dealt anew at every arrival.
+same calls, but no request waits, and the slots are dealt anew at every arrival.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def simulated(popularity: Floats, load: float, slots: int, seeds: int = 3, num: 
 
 
 def shared_snapshots(popularity: Floats, load: float, slots: int, seeds: int = 3, num: int = 30_000) -> Estimate:
-    """What `offered` is about, simulated: nobody waits, so that an adapter is present while it has requests in
+    """Simulate the assumptions of `offered`: no request waits, so an adapter is present while it has requests in
     flight; at every arrival the slots are dealt anew, evenly, among the present adapters and the arriving one."""
     workload, rates = Workload(popularity=popularity, lengths=Lengths(mean_tokens=300)), []
     for seed in range(seeds):
@@ -65,7 +65,7 @@ def shared_snapshots(popularity: Floats, load: float, slots: int, seeds: int = 3
 
 
 def integer_threshold(p_N: Floats, load: float, slots: int) -> float:
-    """Eq. 2-4 with the smallest integer tau at which sum q <= M."""
+    """Compute Eq. 2-4 with the smallest integer tau at which sum q <= M."""
     tau = 0
     while pdtrc(tau, load * p_N).sum() > slots:
         tau += 1
@@ -77,7 +77,7 @@ def eq_4(p_N: Floats, q_N: Floats, slots: int) -> float:
 
 
 def over_load(out: Path) -> None:
-    """M = 128 of 512 at rising load: only a model whose presence does not depend on M can fall."""
+    """Plot M = 128 of 512 at rising load: only a model in which presence does not depend on M can fall."""
     popularity, loads = zipf(1.2, 512), np.geomspace(128, 2048, 9)
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.add_subplot()
@@ -91,7 +91,7 @@ def over_load(out: Path) -> None:
 
 
 def over_slots(out: Path) -> None:
-    """Left: an integer tau is not monotone. Right: Eq. 4 with tau = 0 counts who does not fit as a hit."""
+    """Plot over M. Left: an integer tau is not monotone. Right: Eq. 4 with tau = 0 counts misfits as hits."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     for axes, num, low, high in zip(figure.subplots(1, 2), (512, 100), (120, 2), (230, 100), strict=True):
         popularity, load = zipf(1.2, num), 1024.0

@@ -2,10 +2,10 @@
 
     python -m bench.segments [--json] [--rounds N]
 
-Steps of 256 tokens at gate_up, written by the connector; 512 adapters of Zipf popularity, all READY, none loading. The
-weights are nowhere, as nothing here reads them, and the staging buffer is ordinary memory. "one by one" does the same
-with Python objects per segment. The two take turns, 25 times all of eight steps, and have to agree. Medians, and of
-the whole the 10th percentile, which others on the machine disturb less:
+Steps of 256 tokens at gate_up, written by the connector; 512 adapters of Zipf popularity, all READY, none loading.
+There are no weights, since this code path reads none, and the staging buffer is ordinary memory. "one by one" does the
+same with Python objects per segment. The two take turns over eight steps, 25 times, and must agree. Figures are
+medians, and for the total also the 10th percentile, which other work on the machine disturbs less:
 
     receive  header, handles, does any still load?      find   the blocks of all segments
     check    the rest of the request                    stage  the tables in the staging buffer
@@ -110,7 +110,7 @@ class Case:
         self.segments = [self._write(seq) for seq in self.seqs]
 
     def _write(self, seq: int) -> int:
-        """The number of segments of a step that is written."""
+        """Write a step's request into its slot and return its number of segments."""
         drawn = draws(self.model, TOKENS)[seq - 1]
         held = [Held(str(adapter), int(adapter) + 1, frozenset({SITE})) for adapter in drawn.adapters_T]
         owners_E = torch.zeros(self.spec.experts, dtype=torch.int64)
@@ -123,7 +123,7 @@ class Case:
 
 
 def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
-    """What the loop does. Returns the time after each phase, and the kernels' table."""
+    """Handle a step as the shard's loop does. Returns the time after each phase, and the kernels' table."""
     times = [time.perf_counter_ns()]
     header = requests.read_header(memory, case.client, case.epoch, seq, case.max_step_rows)
     pins = case.store.pin(requests.handles(memory, header), header.layer, case.client, times[0])
@@ -140,7 +140,7 @@ def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.
 
 
 def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
-    """The same with a list, a Segment, a Packed and a tuple per segment."""
+    """Handle a step with a list, a Segment and a tuple per segment. Returns the same as `at_once`."""
     times = [time.perf_counter_ns()]
     header = requests.read_header(memory, case.client, case.epoch, seq, case.max_step_rows)
     for handle in frozenset(requests._segments(memory, slot.HEADER_BYTES, header.num_segments)[:, 0].tolist()):

@@ -1,12 +1,12 @@
-"""What a step costs a shard for checking it, for clients that are idle, and for adapters that nobody asks for.
+"""The cost of a step to a shard: of checking it, of clients that are idle, and of adapters that no request uses.
 
     python -m bench.step_costs [--rounds N] [--json]
 
 One thread is the shard's loop and a client of it, over shared memory: the client pushes 8 entries, and the loop serves
-them. Ways take turns in each round, in an order of the dice, on one core, and what is counted is the CPU time of this
-thread, so that what else runs on the machine costs all of them alike. A figure is the median over rounds of the ratio
-to the first way in the same round, with its 95 % interval (of the median, by order). `again`: the first way once more,
-which says how far a ratio may be from 1 for nothing. Calls are of functions, Python's and C's, in one step: they do not
+them. The ways take turns in each round, in random order, on one core. The measure is the CPU time of this thread, so
+that other work on the machine affects all ways alike. A figure is the median over rounds of the ratio to the first way
+in the same round, with its 95 % interval (of the median, by order). `again` measures the first way once more: its ratio
+shows how far from 1 chance alone leads. Calls count the functions, Python's and C's, called in one step: they do not
 depend on the machine at all.
 """
 
@@ -52,13 +52,13 @@ ENTRIES, DEPTH, STEPS = 8, 2, 10  # STEPS: of one way in one round
 HANDLE, SITE = 70_000, Site(0, "gate_up")
 IDLE, REGISTERED = (0, 1, 16, 64, 256, 1000), (1, 5_000)
 POOL_BYTES, LOAD_SECONDS = 64 << 20, 600.0
-MODEL = {"hidden_size": 1024, "intermediate_size": 2048}  # a step of which takes a while, beside tiny-mixtral's
+MODEL = {"hidden_size": 1024, "intermediate_size": 2048}  # its step takes longer than tiny-mixtral's
 
 T = TypeVar("T")
 
 
 class Case:
-    """A shard of its own: one client that pushes, and others that have had one answer and are idle."""
+    """A shard with one client that pushes, and others that have had one answer and are idle."""
 
     def __init__(self, spec: ModelSpec, adapter: Path, idle: int = 0, registered: int = 1) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="lora-bench-")
@@ -99,7 +99,7 @@ class Case:
             self.shard.serve_once()
 
     def nanoseconds(self) -> float:
-        """Of the loop, for one step: to find it, to serve it, and to see that there is no other."""
+        """Measure the loop's CPU time for one step: to find it, to serve it, and to see that there is no other."""
         spent = 0
         for _ in range(STEPS):
             self.client.push()
@@ -112,7 +112,7 @@ class Case:
         return spent / STEPS
 
     def calls(self) -> int:
-        """Of functions, in one step."""
+        """Count the function calls in one step."""
         count = 0
 
         def profile(frame: object, event: str, argument: object) -> None:
@@ -144,14 +144,14 @@ class Ratio(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How to serve steps: nanoseconds of one, and calls in one."""
+    """A way to serve steps, by its measures: nanoseconds of one step, and calls in one."""
 
     nanoseconds: Callable[[], float]
     calls: Callable[[], int]
 
 
 def measure(ways: dict[str, Way], rounds: int, dice: random.Random, what: str) -> list[Ratio]:
-    """The first way is measured twice in each round, so that a ratio of nothing is seen, too."""
+    """Measure the ways. The first is measured twice in each round, to show the ratio of equal work, too."""
     first = next(iter(ways))
     ways = {**ways, "again": ways[first]}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -170,7 +170,7 @@ def measure(ways: dict[str, Way], rounds: int, dice: random.Random, what: str) -
 
 
 def without_check(case: Case) -> Way:
-    """As it is, but that nobody looks whether the client may use what its step names."""
+    """Return the way that leaves out the check whether the client may use the adapters that its step names."""
     receiver: Any = case.shard.receiver
 
     def without(work: Callable[[], T]) -> Callable[[], T]:

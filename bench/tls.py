@@ -1,4 +1,4 @@
-"""What encryption costs a step over TCP: in the clear and over TLS, by turns in one run.
+"""The cost of encryption to a step over TCP: in the clear and over TLS, by turns in one run.
 
     python -m bench.tls [--json] [--rounds N]        N of the smallest size; fewer of larger ones
 

@@ -86,15 +86,15 @@ def spawned(shard: Callable[..., None], *arguments: Any) -> Iterator[Any]:
 
 
 def end_with_parent() -> None:
-    """For a process of SPAWN's, which would poll for ever."""
+    """Exit this process with its parent. A process of SPAWN would otherwise poll for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def one_way_us(transport: str, nbytes: int, rounds: int) -> tuple[float, float]:
-    """Medians of our own push, and of a pull by turns: from before either's first byte to when the shard's loop sees
-    the payload."""
+    """Measure pushes and pulls by turns. Returns the median of each: from before its first byte to when the shard's
+    loop sees the payload."""
     pushed_ns, pulled_ns, payload = list[int](), list[int](), memoryview(os.urandom(nbytes))
     with spawned(_shard, transport, nbytes, 3 * rounds) as address:
         link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else TcpLink(address, HELLO, 0)

@@ -1,11 +1,11 @@
-"""How long a small step waits in a shard that others keep full of the largest: in turns, and with steps served whole.
+"""The wait of a small step in a shard that other clients keep full of large steps: with turns, and without.
 
     python -m bench.turns [--json] [--rounds N]
 
-One shard of Mixtral-8x7B's sizes on the CPU, in one thread with its clients, so that what is counted is the shard's own
-time (of the process, not of the clock): 16 clients that have the next step of 256 entries ready when one is answered,
-and one that pushes 8 entries when some part of a step of theirs is done. Its time is from the push to the answer.
-"alone": without the others; "whole": a turn never ends, as before there were turns. The three take turns in each round.
+One shard of Mixtral-8x7B's sizes on the CPU, in one thread with its clients, so that the measure is the shard's own CPU
+time: 16 clients always have the next step of 256 entries ready, and one pushes 8 entries when some part of a step of
+theirs is done. Its time is from the push to the answer. "alone": without the others; "whole": a turn never ends, so
+every step is served in one piece. The three cases alternate in each round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lora_server.wire.region import RegionLayout
 CLIENTS, LARGE, SMALL, LORA_RANK = 16, 256, 8, 16
 SITES = (Site(0, "gate_up"), Site(0, "down"))
 SPEC = PRESETS["mixtral-8x7b"]
-MOST_PARTS = 30  # after so many of the others' at the latest it pushes
+MOST_PARTS = 30  # the small client pushes after so many parts of the others' steps, at the latest
 TURNS = {"alone": Timings.turn, "in turns": Timings.turn, "whole": 3600.0}
 
 
@@ -64,7 +64,7 @@ class OneAdapter:
 
 
 class Case:
-    """The shard, and what happens between two parts of a step."""
+    """A shard and its clients; the small client's push comes between two parts of a large step."""
 
     def __init__(self, site: Site) -> None:
         port = Port(RegionLayout.for_model(SPEC, LARGE, 2))
@@ -92,7 +92,7 @@ class Case:
         self._pushed_ns = time.process_time_ns()
 
     def milliseconds(self, way: str, parts: int) -> float:
-        """From the push, after so many parts of others, to the answer."""
+        """Push the small step after so many `parts` of the others' steps; return the ms from the push to the answer."""
         self.shard.server.turn_ns, seq = TURNS[way] * 1e9, self._small.seq + 1
         self._parts_left = -1 if way == "alone" else parts
         if way == "alone":
@@ -110,7 +110,7 @@ class Case:
 
 
 def measure(site: Site, rounds: int, dice: random.Random) -> dict[str, list[float]]:
-    """Milliseconds, by way."""
+    """Measure the small step's milliseconds, by way."""
     case, times = Case(site), {way: list[float]() for way in TURNS}
     for _ in harness.progress(range(rounds), site.projection):
         for way, its in times.items():

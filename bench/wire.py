@@ -1,11 +1,11 @@
-"""What the 8-bit wire costs and saves: `--wire e4m3` beside `exact`, on the demo's models.
+"""The costs and savings of the 8-bit wire: `--wire e4m3` beside `exact`, on the demo's models.
 
     python -m bench.wire [--json] [--rounds N]
 
-Greedy tokens of the exact wire are the reference. Said again with e4m3: how many tokens are the same when
-everything before them is, and how far their log probabilities move, as far as the adapters move them. The error of
-deltas is taken at the shards, of the very rows that the exact run sends them: norm of the difference over norm of
-the delta. Bytes are those of requests and responses, tables and all, beside a 16-bit engine's exact wire.
+Greedy tokens of the exact wire are the reference. Run again with e4m3: how many tokens are the same when all tokens
+before them are, and how far their log probabilities move, relative to how far the adapters move them. The error of
+deltas is taken at the shards, for the same rows that the exact run sends: norm of the difference over norm of the
+delta. Bytes are those of requests and responses with their tables, beside a 16-bit engine's exact wire.
 Conversion: microseconds of one core, beside a copy of the rows.
 """
 

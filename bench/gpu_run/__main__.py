@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def gpu_name() -> str:
-    """Of the first GPU, as a file name takes it: h100-80gb-hbm3; no-gpu where there is none."""
+    """Return the first GPU's name in the form of a file name, as h100-80gb-hbm3; no-gpu if there is none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return "no-gpu"
@@ -95,7 +95,7 @@ def listed(stages: list[Stage], results: Results) -> Table:
 
 
 def rehearse(arguments: argparse.Namespace, console: Console) -> bool:
-    """All stages up to the GPU; whether each got as far as that."""
+    """Run every stage up to the point where it needs the GPU. Returns whether each got that far."""
     folder = arguments.raw / "rehearsal"
     shutil.rmtree(folder, ignore_errors=True)
     results = Results(folder)
@@ -118,7 +118,7 @@ def rehearse(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> dict[str, str]:
-    """What was carried, unpacked; the environment of the stages."""
+    """Unpack what was carried; return the environment of the stages."""
     try:
         carried.check(arguments.carried)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a call leaves for the next one, on a host that may be gone by then: two archives, each below a limit.
+"""The state that a call leaves for the next one, as its host may be gone by then: two archives, each below a limit.
 
 results.tar.gz   the report, the kernels' JSON, and each stage's JSON, lines and log
 cache.tar.gz     compiled kernels

@@ -1,4 +1,4 @@
-"""What travels to a GPU's host without a network: wheels, unpacked so that they can be imported, and peers' files."""
+"""Files carried to a GPU's host without a network: wheels, unpacked so that they can be imported, and peers' files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PYTHON = "3.12"  # what the wheels are for
 
 
 def wheels(carried: Path) -> list[Path]:
-    """Those that `bench.fetch_gpu` put there."""
+    """List the wheels that `bench.fetch_gpu` put there."""
     return sorted((carried / "wheels").glob("*.whl"))
 
 
@@ -30,7 +30,7 @@ def check(carried: Path) -> None:
 
 
 def unused(carried: Path) -> str:
-    """Why `unpack` gave None."""
+    """Explain why `unpack` returned None."""
     if not wheels(carried):
         return f"no wheels in {carried / 'wheels'}"
     return f"the wheels in {carried / 'wheels'} are for Python {PYTHON}, and this is {platform.python_version()}"
@@ -54,7 +54,7 @@ def unpack(carried: Path, site: Path) -> Path | None:
 
 
 def unpack_wheel(wheel: Path, site: Path) -> None:
-    """Its modules; scripts are not needed, everything here is started as `python -m`."""
+    """Unpack a wheel's modules. Scripts are not needed: everything here is started as `python -m`."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             inside = _place(name)
@@ -66,7 +66,7 @@ def unpack_wheel(wheel: Path, site: Path) -> None:
 
 
 def _place(name: str) -> str | None:
-    """Where a wheel's file goes, of NAME.data/purelib/... too; None for what is no module."""
+    """Return the place of a wheel's file, also of one in NAME.data/purelib; None for a file that is no module."""
     parts = name.split("/")
     if ".." in parts or name.startswith("/"):
         return None
@@ -76,7 +76,7 @@ def _place(name: str) -> str | None:
 
 
 def environment(site: Path | None, caches: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Of the stages: our sources and the wheels before what is installed, and caches of compiled kernels that stay."""
+    """Make the stages' environment: our sources and the wheels before installed packages; lasting caches of kernels."""
     paths = [str(ROOT), *([str(site)] if site else []), given.get("PYTHONPATH", "")]
     return {
         **given,

@@ -1,4 +1,4 @@
-"""What the child process of a stage says of itself; its parent hears it through `spoken`."""
+"""Reports of a stage's child process about itself; its parent reads them through `spoken`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def say(event: str, **facts: Any) -> None:
 
 
 def engine_flags(about: str | None, transport: str) -> argparse.ArgumentParser:
-    """Of a process that is an engine."""
+    """Make the parser of the flags that every engine process has."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("server")

@@ -1,11 +1,11 @@
-"""Stage `codes`: rows in 8 bits (--wire e4m3), through a server whose kernel serves by itself, beside exact rows.
+"""Stage `codes`: rows in 8 bits (--wire e4m3), through a server with a kernel that serves, beside exact rows.
 
-codes       what the put kernel makes of an engine's rows: the host rule's codes and scales, bit for bit
-answers     within the error of the format of float64; the same by Link, in a CUDA graph and over shared memory
-no number   a row with one comes back as NaN, its neighbours as ever
+codes       the put kernel makes the host rule's codes and scales of an engine's rows, bit for bit
+answers     lie within the error of the format of float64; the same by Link, in a CUDA graph and over shared memory
+no number   a row with a value that is no number comes back as NaN, its neighbours as usual
 times       of a step by Link and in a graph, on either wire, one server after the other
 
-In a rehearsal it plays on this CPU, whose kernels are the emulator's.
+A rehearsal runs on this CPU, with the emulator's kernels.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Bits = tuple[torch.Tensor, torch.Tensor]  # codes as uint8, and scales
 
 
 def by_the_host(x_TK: torch.Tensor) -> Bits:
-    """What the rule makes of rows."""
+    """Quantise rows by the host's rule."""
     codes_TK, scales_T = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x_TK))
     e4m3.quantise(x_TK, codes_TK, scales_T)
     return codes_TK.view(torch.uint8), scales_T
 
 
 def as_sent(steps: Steps) -> Bits:
-    """What the put kernel left in the slot of the newest step."""
+    """Read what the put kernel left in the slot of the newest step."""
     link = cast(KernelLink, steps.link)
     header = link.sent(steps.seq)
     at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0, header.num_rows).scales
@@ -55,7 +55,7 @@ def as_sent(steps: Steps) -> Bits:
 
 
 def error_of_format(x_TK: torch.Tensor) -> torch.Tensor:
-    """What an element may lose: half a unit of 3 bits of mantissa, or of the least exponent."""
+    """Return the error that each element may have: half a unit of 3 bits of mantissa, or of the least exponent."""
     return (2.0**-4 + 1e-6) * x_TK.abs() + 2.0**-10 * x_TK.abs().amax(1, keepdim=True) / e4m3.LARGEST
 
 
@@ -110,13 +110,13 @@ def equal(ours: Bits, theirs: Bits) -> bool:
 
 
 def passed(steps: Steps) -> Passes:
-    """In a CUDA graph where there is a GPU."""
+    """Make the passes of these steps: in a CUDA graph on a GPU, as plain launches otherwise."""
     assert isinstance(steps.link, KernelLink)
     return (Graph if steps.link.device.type == "cuda" else Passes)(steps, steps.link)
 
 
 def times(record: Record, lab: Lab, wire: str, rows: int, given: argparse.Namespace) -> None:
-    """Of a step of so many rows. Joins twice, since a link counts its steps by hosts or by kernels."""
+    """Time a step of `rows` rows. Joins twice: a link's steps are counted either by the host or by kernels."""
     device, rounds = torch.device(given.device), range(WARM_UP + given.rounds)
     with joined(lab, "gpu", given.device) as session:
         steps = Steps(session, device, rows)

@@ -15,7 +15,7 @@ COUNT, SEED = 60, 1
 
 
 def work(record: Record, _: argparse.Namespace) -> bool:
-    """All cases; whether all are right."""
+    """Run all cases that are not recorded yet. Returns whether all are right."""
     device = torch.device("cuda", 0)
     ways = correctness.launches(device)
     for case in correctness.cases(COUNT, SEED):

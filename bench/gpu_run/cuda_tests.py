@@ -68,7 +68,7 @@ def collect(record: Record, arguments: argparse.Namespace) -> None:
 
 
 def work(record: Record, arguments: argparse.Namespace) -> bool:
-    """All of them; whether all passed."""
+    """Run the tests of all files. Returns whether some ran and all passed."""
     reports, paths = Reports(record), [str(path) for path in files(arguments.file)]
     several = stage.installed("xdist") and len(paths) > 1
     processes = ["-n", str(min(PROCESSES, os.cpu_count() or 1))] if several else []

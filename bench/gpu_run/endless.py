@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Until it is killed, or its context is dead."""
+    """Run the batch until the process is killed, or its CUDA context is dead."""
     given = parse()
     be_an_engine()
     device = torch.device(given.device)

@@ -58,7 +58,7 @@ class Case:
         return load_model(self.base).to(self.device, dtype)
 
     def groups(self) -> dict[str | None, list[int]]:
-        """Which sequences have an adapter."""
+        """The sequences of each adapter."""
         return {name: [i for i, one in enumerate(self.names) if one == name] for name in dict.fromkeys(self.names)}
 
 
@@ -98,7 +98,7 @@ def by_peft(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def by_us(case: Case, address: str, transport: str) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """The same in one batch, through the server; and the seconds of the base model alone."""
+    """Generate the same in one batch through the server. Returns logits, tokens, and seconds, ours and base model's."""
     model = case.model(case.dtype)
     ours: list[float] = []
     alone: list[float] = []
@@ -172,7 +172,7 @@ def one(case: Case, address: str, transport: str, peft: Sequence[Any], exact: Se
 
 
 def check(record: Record, arguments: argparse.Namespace) -> None:
-    """In a rehearsal it plays on this CPU."""
+    """Run the stage on this CPU in a rehearsal."""
     if arguments.rehearse and arguments.transports == TRANSPORTS:
         stage.play(work, record, arguments, device="cpu", transports="shm", new_tokens=2, width=128, layers=1)
 

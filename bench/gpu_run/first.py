@@ -1,4 +1,4 @@
-"""Stage `first`: a GPU's first minute. A line for each question whose answer decides what the later stages are worth.
+"""Stage `first`: a GPU's first minute. A line for each fact that decides what the later stages are worth.
 
 versions     driver, CUDA, torch, CuPy, MPS
 beside       which kernels begin while a stand-in of the kernel that serves runs, and how long after it
@@ -8,7 +8,7 @@ latencies    loads, fences, and a barrier of all blocks
 registers    of the kernels that serve, put, wait and add, as they were loaded; which do not fit beside one that serves
 headline     the cell of stage `headline`, 128 tokens
 
-Meanwhile the kernels of the last two lines are compiled by other processes.
+Other processes compile the kernels of the last two lines in the meantime.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Kernels:
     def launch(
         self, name: str, blocks: int, threads: int, *values: int, stream: Any = None, shared_bytes: int = 0
     ) -> None:
-        """On a stream, by default the current one."""
+        """Launch a kernel on a stream, by default the current one."""
         function, numbers = self.module.get_function(name), tuple(self.cupy.uint64(value) for value in values)
         if shared_bytes:
             function.max_dynamic_shared_size_bytes = shared_bytes
@@ -101,7 +101,7 @@ def beside() -> dict[str, Any]:
 
 
 def stalled_streams() -> int:
-    """Of 64 streams, those on which a write of one word waits while a kernel runs on another."""
+    """Count the streams, of 64, on which a write of one word waits while a kernel runs on another stream."""
     from cuda.bindings import driver
 
     kernels = Kernels()
@@ -124,7 +124,7 @@ def stalled_streams() -> int:
 
 
 def gaps() -> dict[str, Any]:
-    """Of one process that spins on the GPU: how long others ran in between, and it itself."""
+    """Spin on the GPU; return how long other processes ran in between, and how long this one did."""
     kernels = Kernels()
     for nanoseconds in (1000, SPIN_NS):  # the first loads it
         kernels.words.fill(0)
@@ -172,7 +172,7 @@ def streams() -> dict[str, int]:
 
 
 def slices() -> list[Any]:
-    """What each of two processes finds that spin beside each other."""
+    """Run `gaps` in two processes beside each other; return the findings of each."""
     both = [_start("gaps"), _start("gaps")]
     try:
         for process in both:
@@ -220,7 +220,7 @@ def latencies() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What is installed, and what else uses the GPU."""
+    """Read the versions of what is installed, and what else uses the GPU."""
     import cupy
     import torch
 

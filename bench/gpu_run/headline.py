@@ -27,7 +27,7 @@ TARGET_US = {128: 85.0, 256: 165.0}
 
 
 def pairs_and_entries(drawn: Draw) -> tuple[int, int]:
-    """What a draw asks of the shard: distinct (adapter, expert) pairs, and entries."""
+    """Count a draw's distinct (adapter, expert) pairs on the shard, and its entries there."""
     here = drawn.experts_Tk < EXPERTS.stop
     pairs = drawn.adapters_T[:, None].astype("int64") * MODEL.num_experts + drawn.experts_Tk
     return len(set(pairs[here].tolist())), int(here.sum())
@@ -40,7 +40,7 @@ def floor_bytes(drawn: Draw) -> float:
 
 
 def adapters_on(gpu: measure.Gpu) -> list[ours.Adapters]:
-    """All 512, of both sites."""
+    """Make all 512 adapters, for both sites."""
     generator = torch.Generator(gpu.device).manual_seed(measure.SEED)
     return [ours.Adapters(MODEL, site, generator) for site in MODEL.sites]
 

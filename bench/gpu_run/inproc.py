@@ -6,11 +6,11 @@ an H200), so its times are upper bounds of those on a GPU of its own.
 
 16 rows      one adapter at one dense site
 N tokens     the cell of stage `headline`: gate_up and down of one layer on one shard of EP4, 512 adapters
-`us` is with a cold L2, `warm_us` of one step behind the other; put_us, answer_us and add_us are of a second graph,
-which has stamps and a kernel that waits more.
-steps        so many in a row, while another thread loads and drops an adapter; the last answer has the first one's bits
+`us` is with a cold L2, `warm_us` with one step right after the other; put_us, answer_us and add_us are of a second
+graph, which has stamps and one more kernel that waits.
+steps        many in a row, while another thread loads and drops an adapter; the last answer has the first one's bits
 
-In a rehearsal it plays on this CPU, whose kernels are the emulator's.
+A rehearsal runs on this CPU, with the emulator's kernels.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Part:
             stamp()
 
     def delta(self, files: Files, drawn: Draw, result: int, own: range) -> torch.Tensor | None:
-        """What row `result` of y must be, in float64; None for one that this shard adds nothing to."""
+        """Compute row `result` of y in float64; None for a row that this shard adds nothing to."""
         top_k = drawn.experts_Tk.shape[1]
         if self.site == QKV:
             return files.delta(int(drawn.adapters_T[result]), [attention(name) for name in ATTENTION], self.x[result])
@@ -139,7 +139,7 @@ class Cell:
             tensor.copy_(torch.from_numpy(array))
 
     def answers(self, step: Callable[[], object]) -> list[torch.Tensor]:
-        """What one step adds to zeros, on the host. Raises what went wrong in it."""
+        """Run one step on zeros; return its results on the host. Raises the step's error."""
         for part in self.parts:
             part.y.zero_()
         step()
@@ -163,7 +163,7 @@ class Cell:
 
 
 class Setting:
-    """What the cells share: the shard, its adapters, and where graphs are played."""
+    """The parts that all cells share: the shard, its adapters, and the place where graphs are replayed."""
 
     def __init__(self, scratch: Path, gpu: Gpu, given: argparse.Namespace) -> None:
         model, head_dim = SIZES[given.model]
@@ -366,7 +366,7 @@ def rehearse(record: Record, given: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its command line."""
+    """Make the parser of the stage's command line."""
     own = stage.parser(__doc__)
     own.add_argument("--gpu", default="", help="a module that makes this process's CPU a GPU")
     own.add_argument("--model", default="mixtral-8x7b", choices=SIZES)

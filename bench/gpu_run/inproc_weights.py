@@ -55,11 +55,11 @@ class Files:
             self._tensors.append(tensors)
 
     def path(self, adapter: int) -> Path:
-        """Where its file is."""
+        """Return the path of an adapter's file."""
         return self._paths[adapter % len(self._paths)]
 
     def delta(self, adapter: int, modules: Sequence[str], x: torch.Tensor) -> torch.Tensor:
-        """What it adds to one row of these modules' outputs, side by side, in float64."""
+        """Compute what an adapter adds to one row of these modules' outputs, side by side, in float64."""
         tensors, parts = self._tensors[adapter % len(self._paths)], []
         for module in modules:
             a, b = (tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")

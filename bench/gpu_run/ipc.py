@@ -85,7 +85,7 @@ def listen(engine: Engine, failed: list[dict[str, Any]]) -> bool:
 
 
 def shard_killed(lab: Lab, witness: Engine) -> dict[str, Any]:
-    """SIGKILL of the shard, whose memory the engine maps: the engine is told, and served by the next one."""
+    """Kill the shard, while the engine maps its memory: the engine gets an error, then answers of the next shard."""
     return [interrupted(lab, witness, signal.SIGKILL) for _ in range(SHARD_KILLS)][-1]
 
 
@@ -102,7 +102,7 @@ def interrupted(lab: Lab, witness: Engine, number: signal.Signals) -> dict[str, 
     os.kill(shard, number)
 
     def noticed() -> bool:
-        """Between two steps it may join the next shard without a step that failed."""
+        """Tell whether the engine saw the death: a step failed, or it joined the next shard between two steps."""
         return listen(witness, failed) and (bool(failed) or restarts(lab) > before)
 
     try:
@@ -120,7 +120,7 @@ def interrupted(lab: Lab, witness: Engine, number: signal.Signals) -> dict[str, 
 
 
 def restarts(lab: Lab) -> int:
-    """Of the shard, so far."""
+    """Count the shard's restarts so far."""
     return sum(int(one.restarts) for one in lab.status().shards)
 
 
@@ -145,7 +145,7 @@ SCENARIOS: dict[str, Callable[[Lab, Engine], dict[str, Any]]] = {
 
 
 def check(record: Record, arguments: argparse.Namespace) -> None:
-    """That an engine would take its flags; in a rehearsal some of it plays on this CPU."""
+    """Check that an engine accepts its flags; in a rehearsal, run some scenarios on this CPU."""
     endless.parse(["model", "127.0.0.1:1", *NAMES, "--device", "cuda", "--transport", arguments.transport])
     if arguments.rehearse and arguments.transport == TRANSPORT:
         stage.play(work, record, arguments, device="cpu", transport="shm", scenarios="end_to_end,shard_killed")

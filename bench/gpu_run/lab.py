@@ -33,7 +33,7 @@ class Engine(Spoken):
         super().__init__("bench.gpu_run.endless", [str(model), server, *NAMES, *flags])
 
     def steps(self, count: int, seconds: float) -> None:
-        """So many steps from now on; raises RuntimeError for one that failed, or whose answer is another one."""
+        """Wait for `count` steps from now on; raise RuntimeError for one that failed or had another answer."""
         self.heard()
         deadline = time.monotonic() + seconds
         for done in range(count):
@@ -58,7 +58,7 @@ class Lab:
         return self.engines[-1]
 
     def status(self) -> pb.StatusReply:
-        """Of the server."""
+        """Ask the server for its status."""
         with open_channel(self.server.address) as channel:
             found: pb.StatusReply = call(
                 rpc.ServerStub(channel).Status, pb.StatusRequest(), server=self.server.address, seconds=10
@@ -66,7 +66,7 @@ class Lab:
         return found
 
     def shard_pid(self) -> int:
-        """Of its one shard."""
+        """Return the process id of the server's one shard."""
         (shard,) = self.status().shards
         return int(shard.pid)
 
@@ -81,7 +81,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> 
 
 
 def make_files(work: Path, width: int = 256) -> tuple[Path, Path]:
-    """A small Mixtral whose rows are not tiny, and its adapters."""
+    """Make a small Mixtral with rows of `width` elements, and its adapters."""
     model = tiny.make_model("mixtral", hidden_size=width, intermediate_size=width)
     tiny.save_model(model, work / "base")
     for seed, name in enumerate(NAMES):

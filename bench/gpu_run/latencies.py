@@ -1,4 +1,4 @@
-"""What a device protocol is made of, one instruction after the other in one thread: nanoseconds of each."""
+"""Latencies of the instructions that make up a device protocol: nanoseconds of each, in a row in one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard of this process whose kernel serves: its store, its host's thread and its listener, without a controller."""
+"""A shard in this process with a kernel that serves: its store, host thread and listener, without a controller."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class World:
         self.pes = [Spoken(program, one, environment) for one in arguments]
 
     def start(self) -> dict[str, Any]:
-        """Until all are ready."""
+        """Start all PEs and wait until they are ready."""
         uid = self.pes[0].next("uid", START_SECONDS)["uid"]
         for pe in self.pes:
             pe.tell(uid=uid)
@@ -65,7 +65,7 @@ class World:
         return found
 
     def end(self) -> None:
-        """All of them."""
+        """End all PEs."""
         for pe in self.pes:
             pe.end()
 
@@ -84,7 +84,7 @@ def ring(world: World) -> dict[str, Any]:
 
 
 def one_killed(world: World) -> dict[str, Any]:
-    """The last PE is killed: whoever waits for it gives up in time, and everybody else's context lives."""
+    """Kill the last PE: the PE that waits for it gives up in time, and the contexts of all others stay alive."""
     world.pes[-1].end()
     alive, turn = range(world.size - 1), TURNS + 1
     puts = world.ask("put", alive, do="put", turn=turn)
@@ -116,7 +116,7 @@ def attempt(record: Record, world: World, name: str, step: Callable[[World], dic
 
 
 def check(record: Record, _: argparse.Namespace) -> None:
-    """That PEs take their flags, and the device code is there; that it compiles, where the compiler is."""
+    """Check that PEs accept their flags and the device code exists; with a compiler, also that it compiles."""
     nvshmem_pe.parse(["0", "2", "module"])
     SOURCE.read_text()
     missing = nvshmem_build.missing()
@@ -143,7 +143,7 @@ def work(record: Record, _: argparse.Namespace) -> bool:
 
 
 def play(record: Record, world: World) -> bool:
-    """All steps, up to one that fails; the PEs end."""
+    """Run the steps up to the first that fails, then end the PEs. Returns whether all passed."""
     try:
         return all(attempt(record, world, name, step) for name, step in STEPS.items())
     finally:

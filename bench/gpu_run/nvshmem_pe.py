@@ -7,7 +7,7 @@ It says {"event": ...} on stdout and does what lines on stdin tell it, with rank
     {"do": "wait", "turn": n}         -> "waited": ns until the PE before has signalled n or -1; whether its bytes came
     {"do": "context"}                 -> "context": whether this process can still compute
 
-It never finalises: a PE whose neighbours died would hang there.
+It never finalises NVSHMEM: a PE would hang there if its neighbours have died.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pattern(rank: int, turn: int) -> int:
 
 
 class Pe:
-    """Initialised; nobody else's progress is waited for except in here."""
+    """One initialised PE. Only the constructor waits for the progress of other PEs."""
 
     def __init__(self, rank: int, world: int, uid: bytes, module: bytes) -> None:
         import cupy
@@ -59,7 +59,7 @@ class Pe:
 
     @property
     def next(self) -> int:
-        """To whom it sends."""
+        """The rank of the PE that it sends to."""
         return (self.rank + 1) % self.world
 
     def put(self, turn: int) -> None:
@@ -94,7 +94,7 @@ def _view(cupy: Any, pointer: int, nbytes: int) -> Any:
 
 
 def load() -> None:
-    """NVSHMEM's host library, for whoever asks it first."""
+    """Load NVSHMEM's host library before any module asks for it."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     load_nvidia_dynamic_lib("nvshmem_host")
@@ -133,7 +133,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Obey the lines of stdin until it ends."""
     given = parse()
     load()
     if given.rank == 0:

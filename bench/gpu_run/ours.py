@@ -47,7 +47,7 @@ def measure_cells(record: Record) -> None:
 
 
 def profile(record: Record, model: str, site: str, tokens: int) -> None:
-    """What ncu counts during one launch; a line per metric, or the reason why there is none."""
+    """Record what ncu counts during one launch: a line per metric, or the reason why there is none."""
     about = {"model": model, "site": site, "tokens": tokens}
     if record.find("ncu", **about):
         return
@@ -87,7 +87,7 @@ def metrics(said: str) -> list[dict[str, Any]]:
 
 
 def check(*_: object) -> None:
-    """That what is looked at exists, and the commands' arguments are understood."""
+    """Check that the profiled cells exist, and that their commands' arguments parse."""
     for cell in LOOKED_AT:
         one_cell.parse(ncu(*cell)[-3:])
         variants.cell(*cell)

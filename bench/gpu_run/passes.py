@@ -1,4 +1,4 @@
-"""Stage `passes`: a serving engine's pass as launches, in a CUDA graph that is captured once, with nobody's rows.
+"""Stage `passes`: a serving engine's pass as launches, in a CUDA graph that is captured once, with no adapter's rows.
 
 replayed     passes of other adapters, rows and routes, against a host's exchanges over shared memory, bit for bit
 eager        the same launches in no graph
@@ -39,7 +39,7 @@ Names = Sequence[str | None]
 
 
 class Layer:
-    """A layer's sites, whose inputs and results lie where they always do; `scale`: of the engine's own weight."""
+    """A layer's sites, with inputs and results at fixed addresses. `scale` is the factor of the engine's own weight."""
 
     def __init__(self, spec: ModelSpec, forward: PlannedPass, rows: int, device: str, scale: float = 1.0) -> None:
         hidden, ffn, site = spec.hidden, spec.ffn, Site(LAYER, "qkv")
@@ -99,7 +99,7 @@ def begin(forward: PlannedPass, names: Names, rows: int) -> None:
 
 
 def answers(layer: Layer, names: Names, seed: int, play: Callable[[], None]) -> list[torch.Tensor]:
-    """Of one pass. Raises RuntimeError for one that failed."""
+    """Run one pass and return its results. Raises RuntimeError if it failed."""
     layer.feed(seed)
     begin(layer.forward, names, len(layer.x))
     play()
@@ -121,7 +121,7 @@ def by_host(lab: Lab) -> Iterator[Layer]:
 
 @contextmanager
 def by_launches(lab: Lab) -> Iterator[Layer]:
-    """What is tried."""
+    """Make a layer with the passes under test, by launches."""
     client = Client(RemoteServer(lab.server.address, "gpu", device="cuda"), SECONDS)
     forward = LaunchedPass(client, lambda: True, dtype=torch.bfloat16, max_rows=ROWS, max_adapters=4)
     try:
@@ -131,7 +131,7 @@ def by_launches(lab: Lab) -> Iterator[Layer]:
 
 
 def captured(layer: Layer) -> torch.cuda.CUDAGraph:
-    """As vLLM does it: a rehearsal of everything, one of what is captured, the capture."""
+    """Capture a pass in a graph as vLLM does: rehearse without adapters, rehearse with them, capture."""
     for with_adapters in (False, True):
         with layer.forward.rehearse(with_adapters):
             layer.run()

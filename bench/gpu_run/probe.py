@@ -79,7 +79,7 @@ assert int(cupy.ndarray((int(sys.argv[2]),), cupy.uint8, memory).min()) == 7
 
 
 def tool(command: tuple[str, ...]) -> str:
-    """What it says of itself, or that it is not there."""
+    """Return the first line with a version that a tool prints, or the reason why there is none."""
     if shutil.which(command[0]) is None:
         return "not on the PATH"
     try:
@@ -92,7 +92,7 @@ def tool(command: tuple[str, ...]) -> str:
 
 
 def attributes() -> dict[str, Any]:
-    """Of the first GPU, by the driver's own names; one that this driver does not know is None."""
+    """Read the first GPU's attributes by the driver's own names; None for one that this driver does not know."""
     from cuda.bindings import driver
 
     (error,) = driver.cuInit(0)
@@ -151,7 +151,7 @@ def legacy_ipc() -> str:
 
 
 def attempt(probe: Callable[[], Any]) -> Any:
-    """What it found, or why it did not work: an answer too."""
+    """Return a probe's finding, or a text that says why it did not work."""
     try:
         return probe()
     except Exception as problem:
@@ -171,7 +171,7 @@ def compile_one(name: str) -> dict[str, Any]:
 
 
 def check(*_: object) -> None:
-    """That each line is Python, and that ours is still called so."""
+    """Check that each line is Python, and that our names in it still exist."""
     names: dict[str, Any] = {}
     for line in PRELUDE.splitlines():
         if line.startswith("from "):

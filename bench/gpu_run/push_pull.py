@@ -5,8 +5,8 @@ raw put   the same bytes as they lie, by as many blocks; and a copy engine's cop
 pull      a header is put, and the shard's blocks load the rows from the client's memory: a round trip more
 
 One way: from a stamp before the client's kernel until all rows are there, by the GPU's own clock. A step: until the
-client has seen the answer, as many bytes, which the shard pushes in both cases. Both ends are on one GPU here, whose
-memory is near: what a round trip costs shows, and what a link carries does not.
+client has seen the answer, as many bytes, which the shard pushes in both cases. Both ends share one GPU and its memory
+here: the figures show the cost of a round trip, not the bandwidth of a link.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ARGUMENTS = {"stamp": 1, "raw_put": 6, "take": 10, "await_answer": 4, "far_put":
 
 
 class Times(NamedTuple):
-    """Of one exchange, in us."""
+    """The times of one exchange, in us."""
 
     one_way: float
     step: float
@@ -53,12 +53,12 @@ def take_values(
     signal: int, value: int, origin: int, rows: int, answer: int, nbytes: int, arrived: int, here: int, reply: int,
     limit_ns: int,
 ) -> list[int]:  # fmt: skip
-    """Of `take`; `origin` is 0 for rows that came with the signal."""
+    """Return the arguments of `take`; `origin` is 0 for rows that came with the signal."""
     return [signal, value, origin, rows, answer, nbytes, arrived, here, reply, limit_ns]
 
 
 def await_values(reply: int, value: int, limit_ns: int, done: int) -> list[int]:
-    """Of `await_answer`."""
+    """Return the arguments of `await_answer`."""
     return [reply, value, limit_ns, done]
 
 
@@ -107,11 +107,11 @@ class Ends:
         self._state(device)
 
     def word(self, index: int) -> int:
-        """Where it lies."""
+        """Return the address of a word."""
         return self.words.data_ptr() + 128 * index
 
     def _state(self, device: torch.device) -> None:
-        """What link_put_vectors reads: one segment, all entries."""
+        """Make the memory that link_put_vectors reads: one segment, all entries."""
         block = np.zeros(1, layout.CLIENT)
         own = {"epoch": EPOCH, "client": 1, "depth": 1, "request_slots": self.slot.data_ptr(), "budget_ns": LIMIT_NS}
         own |= {"request_signal": self.word(SIGNAL), "pe": layout.HERE}
@@ -150,12 +150,12 @@ class Ends:
 
     @property
     def signal(self) -> int:
-        """Of the exchange at hand."""
+        """The signal word of the current exchange."""
         return slot.signal(EPOCH, self.value)
 
     def exchange(self, way: str, first: bool = False) -> Times:
-        """The shard waits for it; `first`: it is launched when all has come, so that nobody waits while a kernel is
-        loaded. Raises TimeoutError."""
+        """Make one exchange and return its times. With `first`, the shard's kernel is launched after the client's has
+        ended, so that neither waits while the other's kernel is loaded. Raises TimeoutError."""
         self.value += 1
         assert layout.CLIENT.fields is not None
         self.state[layout.CLIENT.fields["pushed"][1] :][:8].view(torch.int64).fill_(self.value - 1)
@@ -184,13 +184,13 @@ class Ends:
         return torch.equal(came, expected) and torch.equal(self.answer[: self.nbytes], expected)
 
     def copied_us(self) -> float:
-        """By a copy engine, or whatever the driver takes for a copy of contiguous bytes."""
+        """Time a copy of contiguous bytes, by a copy engine or by what the driver uses instead."""
         came = self.slot[self.at.rows : self.at.end]
         return timed_us(self.kernels.device, lambda: came.copy_(self.x.view(torch.uint8).flatten()))
 
 
 def size(record: Record, kernels: Kernels, nbytes: int) -> bool:
-    """All ways, by turns; whether all rows came, and a push takes no longer than it may."""
+    """Measure all ways by turns. Returns whether all rows arrived, and a push stays within its limit."""
     ends, times = Ends(kernels, nbytes), {way: list[Times]() for way in WAYS}
     good = True
     for way in WAYS:
@@ -226,7 +226,7 @@ def medians(times: list[Times]) -> Times:
 
 
 def check(record: Record, _: argparse.Namespace) -> None:
-    """That kernels and launches agree on arguments; that NVSHMEM's build, where its compiler is. Raises ValueError."""
+    """Check that kernels and launches agree on arguments, and build for NVSHMEM if it is here. Raises ValueError."""
     for kernel, expected in ARGUMENTS.items():
         declared = re.search(rf"\b{kernel}\(([^)]*)\)", SOURCE.read_text())
         if declared is None or declared[1].count(",") + 1 != expected:

@@ -26,7 +26,7 @@ MODEL, TOKENS = "mixtral-8x7b", 64
 
 
 def check(*_: object) -> None:
-    """That the transport takes the puts of this stage; raises ValueError if not."""
+    """Check that the transport accepts the puts of this stage; raise ValueError if not."""
     rows = torch.zeros(4, 8, dtype=torch.bfloat16)
     order, word = torch.arange(4, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     put_timing.step(rows, order, torch.empty_like(rows), word, 1, order[:1]).arguments()
@@ -42,7 +42,7 @@ def timed(record: Record, what: str, nbytes: int, once: Callable[[], float]) -> 
 
 
 def latencies(record: Record, device: torch.device) -> bool:
-    """Of a put alone, by size; whether every row arrived."""
+    """Time a put alone, by size. Returns whether every row arrived."""
     good = True
     for nbytes in SIZES:
         put = put_timing.TimedPut(device, torch.cuda.Stream(device), nbytes // ROW_BYTES, ROW_BYTES)

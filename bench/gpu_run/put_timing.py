@@ -1,4 +1,4 @@
-"""What the stage `put` times: one put, a round trip through a LoRA step, and GEMMs that a put runs beside.
+"""The measurements of the stage `put`: one put, a round trip through a LoRA step, and GEMMs that a put runs beside.
 
 Host times are perf_counter's, in us: from before the launch until the host sees the word.
 """
@@ -25,7 +25,7 @@ MOST_ERROR = 5e-3  # of a sampled row's norm, bf16
 def step(
     x: torch.Tensor, order: torch.Tensor, target: torch.Tensor, word: torch.Tensor, value: int, finished: Any
 ) -> Put:
-    """target[i] = x[order[i]], then `value` to the word: a put as cuda_ipc's, whose rows go to a twin."""
+    """Make a put like those of cuda_ipc to a twin: target[i] = x[order[i]], then `value` goes to the word."""
     return Put(x=x, to=target.data_ptr(), slot=0, signal=word.data_ptr(), value=value, finished=finished, rows_M=order)
 
 
@@ -54,7 +54,7 @@ class TimedPut:
         transport_put.launch(one, stream or self.stream)
 
     def wait(self) -> None:
-        """Until the host sees the word; raises TimeoutError."""
+        """Wait until the host sees the word; raise TimeoutError."""
         deadline = time.perf_counter() + DEADLINE_SECONDS
         while self._seen[0] != self.value:
             if time.perf_counter() > deadline:
@@ -87,7 +87,7 @@ class Gemm:
             self.end.record()
 
     def once_us(self) -> float:
-        """All of them, by the GPU's clock."""
+        """Launch all GEMMs and time them by the GPU's clock."""
         self.launch()
         self.end.synchronize()
         return float(self.begin.elapsed_time(self.end)) * 1e3
@@ -154,7 +154,7 @@ class RoundTrip:
         return (time.perf_counter_ns() - began) / 1e3
 
     def error(self) -> float:
-        """Of what came back, against float64."""
+        """Measure the error of the rows that came back, against float64."""
         self.by_host_us()
         arrived = torch.equal(self.response.target, self.draw.out)
         return ours.sampled_error(self.draw, self.adapters, 8, 0) if arrived else float("inf")

@@ -1,4 +1,4 @@
-"""What a stage found: JSON objects, one per line, on disk as soon as they are known."""
+"""Findings of a stage: JSON objects, one per line, on disk as soon as they are known."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Checks:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines, without one that was cut while it was written. Empty for a file that is not there."""
+    """Read all lines, without one that was cut while it was written. Empty if the file does not exist."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -51,7 +51,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def picked(lines: list[dict[str, Any]], kind: str, **like: Any) -> list[dict[str, Any]]:
-    """Those of a kind with these facts."""
+    """Select the lines of a kind with these facts."""
     wanted = {"kind": kind, **like}
     return [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
 

@@ -8,7 +8,7 @@ from kernels_cuda.residency import Block, fit
 
 
 def of_serving() -> dict[str, Any]:
-    """By kernel, of those that serve, put, wait and add; `no_room`: clients' that do not fit beside which."""
+    """Read the registers of kernels that serve, put, wait or add. `no_room`: clients' kernels that do not fit."""
     import torch
 
     from lora_server.device.protocol.cuda import CudaGpu
@@ -32,7 +32,7 @@ def of_serving() -> dict[str, Any]:
 
 
 def crowded(serving: dict[str, Block], clients: dict[str, Block]) -> list[str]:
-    """Which client does not fit beside which serving kernel."""
+    """List the client kernels that do not fit beside a serving kernel, and beside which."""
     return [
         f"{client} beside {server}"
         for server, large in serving.items()
@@ -42,7 +42,7 @@ def crowded(serving: dict[str, Block], clients: dict[str, Block]) -> list[str]:
 
 
 def of_steps() -> dict[str, int]:
-    """By kernel, of those that a host launches for a step."""
+    """Read the registers of each kernel that a host launches for a step."""
     import torch
 
     from kernels_cuda.cuda import kernels

@@ -1,4 +1,4 @@
-"""What the stages found, to be read: gpu_NAME_DATE.md, and kernels_NAME_DATE.json for other programs."""
+"""The report of a run: gpu_NAME_DATE.md to read, and kernels_NAME_DATE.json for other programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _today() -> str:
 
 
 def lines_of(outcomes: dict[str, Outcome], stage: str, kind: str) -> Lines:
-    """Those of one kind that a stage wrote down, also when it was cut later."""
+    """Return the lines of one kind that a stage recorded, even if it was cut later."""
     return picked(outcomes[stage].lines, kind) if stage in outcomes else []
 
 
@@ -74,7 +74,7 @@ def text(stages: Sequence[Stage], outcomes: dict[str, Outcome], gpu: str, date: 
 
 
 def _sections(sections: Sequence[tuple[str, Section]], outcomes: dict[str, Outcome]) -> list[str]:
-    """Those that have something to say, each behind its title."""
+    """Return the sections that are not empty, each after its title."""
     return [part for title, section in sections if (found := section(outcomes)) for part in (f"## {title}", found)]
 
 
@@ -129,7 +129,7 @@ def _facts(stage: str, *kinds: str) -> Callable[[dict[str, Outcome]], str]:
 
 
 def _noted(stage: str, table: str) -> str:
-    """Behind a warning, for figures of a stage whose processes share the GPU."""
+    """Put a warning before figures of a stage with processes that share the GPU."""
     return f"{SLICED_NOTE}\n\n{table}" if stage in SLICED else table
 
 
@@ -145,7 +145,7 @@ def _lines(stage: str, kind: str, columns: Sequence[str]) -> Callable[[dict[str,
 
 
 def _plain(value: Any) -> Any:
-    """As a cell takes it; numbers stay numbers."""
+    """Convert a value to a table cell; numbers stay numbers."""
     if isinstance(value, dict | list):
         return _cell(json.dumps(value))
     return _cell(value) if isinstance(value, str) else value

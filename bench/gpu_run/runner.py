@@ -50,7 +50,7 @@ def run(
 def _status(
     command: list[str], seconds: float, results: Results, stage: str, environment: Mapping[str, str]
 ) -> int | None:
-    """Its exit status; None if it was killed at the deadline."""
+    """Run a command to its end. Returns its exit status; None if it was killed at the deadline."""
     with results.log(stage).open("ab") as log:
         process = subprocess.Popen(
             children.own(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), cwd=ROOT
@@ -64,7 +64,7 @@ def _status(
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """It, its descendants (servers, shards, engines: groups of their own, stopped ones too), and wait for their end."""
+    """Kill a process and its descendants (also stopped ones, and those in other process groups); wait for their end."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)

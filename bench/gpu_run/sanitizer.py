@@ -64,7 +64,7 @@ def check_one(tool: str, name: str) -> dict[str, Any]:
 
 
 def check(*_: object) -> None:
-    """That every command can be put together, and names a case that there is."""
+    """Check that every command can be put together, and names a case that exists."""
     for name in sanitized.CASES:
         assert command(TOOLS[0], name)[-1] == name
 

@@ -1,9 +1,9 @@
-"""Stage `served`: a server whose kernel serves by itself, and one link to it. First of all: is it right?
+"""Stage `served`: a server with a kernel that serves, and one link to it. First of all: is it right?
 
-answers      the rows that a client over shared memory gets, which a host carries, bit for bit
+answers      equal bit for bit those of a client over shared memory, where the host carries the rows
 by Link      push and wait of one step, as an engine without graphs does it; the host waits
 captured     put and add in a CUDA graph that is replayed; by events of the GPU, and 1,000 times
-an error     a step that names nobody's adapter is refused, and the link goes on
+an error     a step that names an unknown adapter is refused, and the link goes on
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CAPTURE = "thread_local"  # what other threads ask of CUDA meanwhile does not sp
 
 
 class Steps:
-    """Of one client and one adapter, so many rows each."""
+    """Steps of one client and one adapter, with `rows` rows each."""
 
     def __init__(self, session: RemoteSession, device: torch.device, rows: int = ROWS) -> None:
         (held,) = session.acquire([NAMES[0]])
@@ -54,7 +54,7 @@ class Steps:
         self.x = torch.randn(rows, self.width, generator=generator).bfloat16().to(device)
 
     def header(self, seq: int, flags: int, payload_bytes: int) -> RequestHeader:
-        """Of a step of all rows."""
+        """Make the header of a step of all rows."""
         return RequestHeader(
             step_class=slot.DECODE, flags=flags, client=self.terms.client, epoch=self.terms.epoch, seq=seq,
             slot=seq % self.link.region.layout.depth, layer=SITE.layer,
@@ -78,7 +78,7 @@ class Steps:
 
 
 class Passes:
-    """The same step as put and add, whose arguments never change."""
+    """A step as launches of put and add with arguments that never change."""
 
     def __init__(self, steps: Steps, link: KernelLink) -> None:
         self.captured, self.device, rows = Captured(link), link.device, steps.rows
@@ -94,7 +94,7 @@ class Passes:
         self.captured.begin(SECONDS)
 
     def aim(self, handle: int) -> None:
-        """All rows have this adapter."""
+        """Give all rows this adapter."""
         rows = self.steps.rows
         self.route.counts.copy_(torch.tensor([1, rows, rows, rows], dtype=torch.int32))
         self.route.segments[0].copy_(torch.tensor([handle, 0, 0, rows], dtype=torch.int32))
@@ -105,7 +105,7 @@ class Passes:
         self.site.add(self.y)
 
     def run(self) -> torch.Tensor:
-        """Once; what it added to zeros. Raises what went wrong in it."""
+        """Run the step once on zeros and return the result. Raises the step's error."""
         self.y.zero_()
         self.once()
         rows = self.y.cpu()
@@ -114,7 +114,7 @@ class Passes:
 
 
 class Graph(Passes):
-    """All of it in a CUDA graph, which `once` replays."""
+    """A Passes in a CUDA graph, which `once` replays."""
 
     def __init__(self, steps: Steps, link: KernelLink) -> None:
         super().__init__(steps, link)
@@ -131,12 +131,12 @@ class Graph(Passes):
         self.graph.replay()
 
     def replay_us(self) -> float:
-        """By events of the GPU."""
+        """Time a replay by events of the GPU."""
         return timed_us(self.device, self.once)
 
 
 def timed_us(device: torch.device, work: Callable[[], object]) -> float:
-    """What `work` queues on torch's current stream, by events of the GPU; by the clock where the device is a CPU."""
+    """Time what `work` queues on torch's current stream: by events on a GPU, by the clock on a CPU."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -176,14 +176,14 @@ def note(record: Record, what: str, times: list[float]) -> None:
 
 
 def by_link_us(steps: Steps) -> float:
-    """Of one step by Link, with its rows on the host."""
+    """Time one step by Link, with its rows on the host."""
     began = time.perf_counter()
     steps.once()
     return 1e6 * (time.perf_counter() - began)
 
 
 def told(graph: Graph) -> bool:
-    """Whether a step of nobody's adapter is an error, and the next one is right again."""
+    """Tell whether a step with an unknown adapter is an error, and the next one is right again."""
     graph.aim(NOBODYS)
     try:
         graph.run()

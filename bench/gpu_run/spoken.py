@@ -1,4 +1,4 @@
-"""A child process that says what happens to it: JSON objects with an "event", one per line of its stdout."""
+"""A child process that reports what happens to it: JSON objects with an "event", one per line of its stdout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Spoken:
         return found
 
     def heard(self) -> list[dict[str, Any]]:
-        """What it said until now and nobody has read; raises RuntimeError if that is its end."""
+        """Return the events that have not been read yet; raise RuntimeError if one of them is the process's end."""
         found = []
         while not self._events.empty():
             found.append(self.event(time.monotonic(), "event"))

@@ -1,4 +1,4 @@
-"""What the processes of all stages have in common: flags, the check for a GPU, how they end.
+"""The common parts of all stages' processes: flags, the check for a GPU, and how they end.
 
     python -m bench.gpu_run.NAME --record FILE [--rehearse] [flags of its own]
 
@@ -64,7 +64,7 @@ def play(
 def play_emulated(
     work: Callable[[Record, argparse.Namespace], bool], record: Record, arguments: argparse.Namespace, **instead: object
 ) -> None:
-    """As `play`, with kernels that are compiled for this CPU; without a compiler that is recorded as absent."""
+    """Do what `play` does with kernels compiled for this CPU; without a compiler, record that it is absent."""
     if shutil.which("g++") is None:
         record.add("absent", what="no g++, which compiles the kernels for this CPU")
         return

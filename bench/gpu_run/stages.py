@@ -64,7 +64,7 @@ LENT_SECONDS = 1620  # of a GPU: what the stages up to `sanitizer` may take, tog
 
 
 def chosen(names: str) -> list[Stage]:
-    """Those of a comma-separated list, in the table's order; all for "". Raises ValueError for a name that is none."""
+    """Return the stages of a comma-separated list, in the table's order; all for "". Raises ValueError."""
     wanted = [name for name in names.split(",") if name]
     known = [stage.name for stage in STAGES]
     unknown = [name for name in wanted if name not in known]

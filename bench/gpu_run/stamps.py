@@ -1,4 +1,4 @@
-"""When each part of a step ended, by events in its CUDA graph; by this process's clock where the GPU is a CPU."""
+"""The end of each part of a step, by events in its CUDA graph; by this process's clock where the GPU is a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stamps:
         self._seconds: list[float] = []
 
     def take(self) -> None:
-        """Once per moment; captured in a graph, it is taken again by each replay."""
+        """Stamp the next moment of a step; when captured in a graph, each replay stamps it again."""
         self._link.queue.lead_engine()
         if self._on_gpu:
             self._events.append(torch.cuda.Event(enable_timing=True, external=True))
@@ -28,7 +28,7 @@ class Stamps:
             self._seconds.append(time.perf_counter())
 
     def spans_us(self) -> list[float]:
-        """Between each moment of the last step and the next; ends a step that is in no graph."""
+        """Return the time between successive moments of the last step. Ends a step that is in no graph."""
         if self._on_gpu:
             pairs = zip(self._events[:-1], self._events[1:], strict=True)
             return [1e3 * float(before.elapsed_time(after)) for before, after in pairs]

@@ -1,4 +1,4 @@
-"""What ended, one JSON file per stage: a run that was cut goes on where it was."""
+"""The outcomes of stages, one JSON file each, so that a run that was cut continues where it was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ending = Literal["passed", "failed", "unable", "cut"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended.
+    """The end of a stage.
 
     passed   it ran, and what it looked at is as it should be    failed   it is not, or the stage broke; see `reason`
     unable   it cannot run here: `reason` says what is missing   cut      at its deadline, or with the whole run
@@ -43,11 +43,11 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def record(self, stage: str) -> Path:
-        """What it found, line by line, also while it runs."""
+        """Return the path of a stage's findings, which it writes line by line while it runs."""
         return self.folder / f"{stage}.jsonl"
 
     def log(self, stage: str) -> Path:
-        """What it said."""
+        """Return the path of a stage's output."""
         return self.folder / f"{stage}.log"
 
     def save(self, outcome: Outcome) -> None:
@@ -70,13 +70,13 @@ class Results:
         return outcome is not None and outcome.ending in ("passed", "failed")
 
     def forget(self, stage: str) -> None:
-        """As if it had never run."""
+        """Delete a stage's files, as if it had never run."""
         for path in (self.folder / f"{stage}.json", self.record(stage), self.log(stage)):
             path.unlink(missing_ok=True)
 
 
 def code_digest() -> str:
-    """Of the sources that stages run: results of different code are not to be confused."""
+    """Compute a digest of the sources that stages run, so that results of different code are not confused."""
     digest = hashlib.sha256()
     for package in SOURCES:
         for path in sorted((ROOT / package).rglob("*")):

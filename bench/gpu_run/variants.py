@@ -23,7 +23,7 @@ def cell(model: str, site: str, tokens: int) -> tuple[Model, Site, int]:
 
 
 def name(variant: Variant) -> str:
-    """As the report has it."""
+    """Return the variant's name in the report."""
     return f"{'bulk' if variant.bulk_copy else 'cp.async'} {variant.warps} warps x {variant.stages} stages"
 
 

@@ -1,4 +1,4 @@
-"""Stage `world`: the backend `nvshmem`, whole: a server and engines in NVSHMEM's world, as PEs of one GPU.
+"""Stage `world`: all of the backend `nvshmem`: a server and engines in NVSHMEM's world, as PEs of one GPU.
 
 gathered        two engines join, and the world is made
 answers         greedy tokens: both engines', and those of a third over TCP; logits as near to PEFT's as `engine` asks
@@ -7,8 +7,8 @@ passes          a serving engine's, as launches in a CUDA graph: the bits that a
 engine_killed   the other goes on with the same tokens
 shard_killed    the engine is told; the next world is gathered with new engines, and has the same tokens
 
-Every wait has a deadline of its own, and what was found before it is on disk. PEs of one GPU take turns on it: right
-or wrong is what this stage shows, and its times are a GPU's that is shared.
+Every wait has a deadline of its own, and earlier findings are on disk by then. PEs of one GPU take turns on it, so this
+stage shows whether answers are right; its times are those of a shared GPU.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Engine(Spoken):
         return self.answer(event, seconds)
 
     def answer(self, event: str, seconds: float) -> dict[str, Any]:
-        """To what it was told."""
+        """Wait for the engine's answer. Raises RuntimeError for another answer, TimeoutError for none."""
         found = self.event(time.monotonic() + seconds, f"{event!r} within {seconds:g} s")
         if found["event"] != event:
             raise RuntimeError(f"engine {self.process.pid}: expected {event!r}, got {found}")
         return found
 
     def tokens(self, seconds: float = ANSWER_SECONDS) -> torch.Tensor:
-        """Of the batch."""
+        """Generate the batch and return its tokens."""
         return torch.tensor(self.ask("generated", seconds, do="generate")["tokens"])
 
 
@@ -106,7 +106,7 @@ class World:
         return found
 
     def timed(self) -> dict[str, Any]:
-        """By one of the engines, which leaves and comes back to its place."""
+        """Time steps in one of the engines; it leaves the world for that and joins again."""
         first, given = self.engines[0], self.given
         first.ask("left", ANSWER_SECONDS, do="leave")
         found = [
@@ -119,7 +119,7 @@ class World:
         return {"steps": found}
 
     def passes(self) -> dict[str, Any]:
-        """By one of the engines, which leaves and comes back to its place."""
+        """Run passes in one of the engines; it leaves the world for that and joins again."""
         first = self.engines[0]
         first.ask("left", ANSWER_SECONDS, do="leave")
         found = first.ask("passed", START_SECONDS, do="passes")["found"]
@@ -140,7 +140,7 @@ class World:
         return {"went_on": True}
 
     def shard_killed(self) -> dict[str, Any]:
-        """Its engine's process can still compute, and is in no world any more; others gather the next one."""
+        """Kill the shard: its engine's process can still compute but is in no world; new engines gather the next."""
         survivor = self.engines[0]
         psutil.Process(self.lab.shard_pid()).kill()
         began = time.monotonic()
@@ -156,19 +156,19 @@ class World:
         return {"told": told["code"], "told_after_s": after, "next_world": found}
 
     def same(self, engine: Engine, seconds: float = ANSWER_SECONDS) -> None:
-        """Raises RuntimeError for other tokens than at first."""
+        """Raise RuntimeError if the engine's tokens differ from the first ones."""
         if self.expected is None or not torch.equal(tokens := engine.tokens(seconds), self.expected):
             raise RuntimeError(f"other tokens than at first: {None if self.expected is None else tokens.tolist()}")
 
     def end(self) -> None:
-        """All of it."""
+        """End the engines and stop the server."""
         for engine in self.engines:
             engine.end()
         self.lab.server.stop()
 
 
 def judged(world: World, answer: dict[str, Any]) -> dict[str, Any]:
-    """Of logits after the prompt: how far PEFT in float32, and PEFT in bfloat16, are. Raises RuntimeError beyond."""
+    """Compare logits after the prompt with PEFT's in float32 and bfloat16. Raises RuntimeError if they are too far."""
     device, ids = torch.device(world.given.device), world_engine.prompts()
     logits, tokens = [], []
     for dtype in (torch.float32, torch.bfloat16):
@@ -199,7 +199,7 @@ STEPS: dict[str, Callable[[World], dict[str, Any]]] = {  # each needs those befo
 
 
 def attempt(record: Record, world: World, name: str) -> bool:
-    """One line; whether it went as it should."""
+    """Run one step and record its line. Returns whether it passed."""
     began = time.monotonic()
     try:
         facts: dict[str, Any] = {"good": True, "found": STEPS[name](world)}
@@ -210,7 +210,7 @@ def attempt(record: Record, world: World, name: str) -> bool:
 
 
 def work(record: Record, given: argparse.Namespace) -> bool:
-    """All steps, up to one that goes wrong. Raises Unable where NVSHMEM's parts are not all here."""
+    """Run all steps up to one that fails; return whether all passed. Raises Unable if parts of NVSHMEM are missing."""
     torch.set_grad_enabled(False)
     lacks = needs.missing_for_nvshmem(needs.host_library, nvshmem_build.missing) if given.device == "cuda" else []
     if lacks:
@@ -241,7 +241,7 @@ EMULATED = {
 
 
 def check(record: Record, given: argparse.Namespace) -> None:
-    """That engines take their flags; in a rehearsal it plays on this CPU."""
+    """Check that engines accept their flags; in a rehearsal, run the stage on this CPU."""
     world_engine.parse(["model", "127.0.0.1:1", "--device", given.device, "--transport", "nvshmem"])
     if missing := nvshmem_build.missing():
         record.add("absent", what=missing)

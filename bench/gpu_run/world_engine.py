@@ -58,7 +58,7 @@ class Engine:
         return {"event": "joined"}
 
     def generate(self) -> dict[str, Any]:
-        """The batch, whose adapters are ADAPTERS."""
+        """Run the batch with ADAPTERS; return its tokens, logits and seconds."""
         assert self.lora is not None
         began = time.perf_counter()
         with self.lora.adapters(ADAPTERS):
@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Obey the lines of stdin until it ends."""
     given = parse()
     be_an_engine()
     engine = Engine(given)

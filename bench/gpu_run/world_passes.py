@@ -1,6 +1,6 @@
 """A serving engine's pass as launches in NVSHMEM's world, beside a host's exchanges over TCP, in one process.
 
-On a GPU it is captured once, with nobody's rows, and replayed; elsewhere its launches are in no graph.
+On a GPU it is captured once, without rows of adapters, and replayed; elsewhere its launches are in no graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from client_connector.serving.planned import PlannedPass
 
 
 def judged(server: str, transport: str, device: str) -> dict[str, bool]:
-    """What was tried, and whether it was right; this process has left, and leaves again."""
+    """Compare passes with the host's: name -> whether it was right. This process must be in no world, and leaves again."""
     host = PlannedPass(Client(RemoteServer(server, "tcp"), SECONDS), lambda: True)
     client = Client(RemoteServer(server, transport, device=device), SECONDS)
     forward = LaunchedPass(client, lambda: True, dtype=torch.bfloat16, max_rows=ROWS, max_adapters=4)

@@ -82,7 +82,7 @@ def queued(link: KernelLink, launch: Callable[[], None]) -> Callable[[], None]:
 
 
 def raw_put(link: KernelLink, steps: Steps) -> Callable[[], None]:
-    """`link_send` of the newest step, whose bytes in this PE's own copy of the slot may be any."""
+    """Launch `link_send` for the newest step; the bytes in this PE's own copy of the slot may be any."""
     state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
     seq = int(state["pushed"])
     memory = bytearray(slot.HEADER_BYTES)

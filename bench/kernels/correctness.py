@@ -46,7 +46,7 @@ class Case:
 
 @dataclass
 class Made:
-    """Its arrays on the device, the plain blocks that the oracle takes, and what the kernels' pointers point into."""
+    """A case's arrays on the device, the plain blocks for the oracle, and tensors that the kernels' pointers need."""
 
     step: DeviceStep
     segments: list[Segment]
@@ -65,7 +65,7 @@ class Made:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Every width, number of entries and popularity at least once, then random ones."""
+    """Make `count` cases: every width, number of entries and popularity at least once, then random ones."""
     rng = np.random.default_rng(seed)
     found = []
     for i in range(count):
@@ -201,12 +201,12 @@ def launches(device: torch.device) -> list[Launch]:
 
 
 def right(case: Case, result: dict[str, Any]) -> bool:
-    """Whether what `check` found is as it should be."""
+    """Tell whether the findings of `check` are within the limits."""
     return bool(result["error"] < LIMIT[case.dtype] and result["same_bits"])
 
 
 def main(as_json: bool, count: int = 60, seed: int = 1) -> int:
-    """All cases on the first GPU; the exit status: 0 if all are right."""
+    """Run all cases on the first GPU. Returns the exit status: 0 if all are right."""
     device = torch.device("cuda", 0)
     ways, results, wrong = launches(device), [], []
     for case in cases(count, seed):

@@ -1,4 +1,4 @@
-"""Seeded draws of a decoding step: whose tokens they are (Zipf) and which experts they chose (uniform)."""
+"""Seeded draws of a decoding step: each token's adapter (Zipf) and the experts that it chose (uniform)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_DRAWS = 8
 
 
 def popularity(num_adapters: int = NUM_ADAPTERS, exponent: float = ZIPF) -> npt.NDArray[np.float64]:
-    """p[i] ~ 1 / (i + 1) ** exponent, summing to 1."""
+    """Return a Zipf law, p[i] ~ 1 / (i + 1) ** exponent, summing to 1."""
     weight = np.arange(1, num_adapters + 1, dtype=np.float64) ** -exponent
     return weight / weight.sum()
 

@@ -1,4 +1,4 @@
-"""What a step must move: every distinct weight once, every row in once, every result out once."""
+"""The bytes that a step must move at least: every distinct weight, every row in and every result out, once each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.kernels.models import ELEMENT_BYTES, Model, Site
 
 
 def expected_pairs(model: Model, tokens: int) -> float:
-    """D = E * sum_i [1 - (1 - p_i k / E)^T]: distinct (adapter, expert) pairs of a step, on average."""
+    """Return the mean distinct (adapter, expert) pairs of a step, E * sum_i [1 - (1 - p_i k / E)^T]."""
     p = popularity()
     return float(model.num_experts * (1 - (1 - p * model.top_k / model.num_experts) ** tokens).sum())
 
@@ -33,7 +33,7 @@ class Bytes:
 
 
 def distinct_bytes(model: Model, site: Site, tokens: int, pairs: float) -> Bytes:
-    """The bytes of a site when a step meets `pairs` distinct (adapter, expert) pairs.
+    """Count the bytes of a site when a step meets `pairs` distinct (adapter, expert) pairs.
 
     gate_up reads a row per token and writes one per (token, expert); down reads one per (token, expert) and
     writes one per token, which is the least that this contract allows.

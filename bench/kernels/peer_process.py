@@ -67,14 +67,14 @@ def measured(peer: Any, weights: Any, tokens: int, device: Any) -> dict[str, Any
 
 
 def _end_with(parent: int) -> None:
-    """A kernel that hangs must not outlive the bench; nothing of ours but bench.kernels travels to a GPU's host."""
+    """Exit once the parent is gone, so that a hanging kernel ends with the bench. Needs no module but bench.kernels."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """All peers, one after the other, each line as soon as it is known."""
+    """Measure all peers, one after the other; print each line as soon as it is known."""
     import torch
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -37,7 +37,7 @@ def cells(sites: Sequence[Mapping[str, Any]], peer_lines: Sequence[Mapping[str, 
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table whose columns are aligned."""
+    """Format a Markdown table with aligned columns."""
     body = [[f"{value:.3g}" if isinstance(value, float) and abs(value) < 1 else
              f"{value:.1f}" if isinstance(value, float) else "-" if value is None else str(value) for value in row]
             for row in rows]  # fmt: skip
@@ -56,7 +56,7 @@ BALANCE = ("model", "tokens", "site", "phase", "bytes_us", "equal_us", "weighed_
 
 
 def picked(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """These columns of the rows."""
+    """Format a table of these columns of the rows."""
     return text_table(columns, [[row.get(column) for column in columns] for row in rows])
 
 

@@ -1,4 +1,4 @@
-"""What a byte count predicts, without a GPU: the floor, and what our layout and workspace add to it."""
+"""Predictions from byte counts, without a GPU: the floor, and the bytes that our layout and workspace add to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT_BYTES = 4
 
 
 def workspace_bytes(model: Model, site: Site, tokens: int) -> float:
-    """Partials, v and deltas, each written once and read once. Most of it stays in L2."""
+    """Count the bytes of partials, v and deltas, each written once and read once. Most of it stays in L2."""
     entries = tokens * model.top_k
     rank = site.shape.groups * GROUP
     partials = -(-site.in_width // (CHUNK * CHUNKS))
@@ -22,7 +22,7 @@ def workspace_bytes(model: Model, site: Site, tokens: int) -> float:
 
 
 def row(model: Model, site: Site, tokens: int, gbps: float) -> dict[str, Any]:
-    """One line of the table; us at `gbps`."""
+    """Make one line of the table; times in us at `gbps`."""
     pairs = expected_pairs(model, tokens)
     least = distinct_bytes(model, site, tokens, pairs)
     reads = pairs * site.shape.read_bytes + least.rows + least.results
@@ -47,5 +47,5 @@ def row(model: Model, site: Site, tokens: int, gbps: float) -> dict[str, Any]:
 
 
 def table(models: list[Model], tokens: list[int], gbps: float = GBPS) -> list[dict[str, Any]]:
-    """A row per model, number of tokens and site."""
+    """Make a row per model, number of tokens and site."""
     return [row(model, site, count, gbps) for model in models for count in tokens for site in model.sites]

@@ -78,14 +78,14 @@ class Peer(Protocol):
     about: str
 
     def options(self, site: Site, tokens: int) -> list[dict[str, Any]]:
-        """What its authors let one choose; all are tried, the fastest counts."""
+        """List the settings that its authors leave open; the bench tries all, and the fastest counts."""
 
     def prepare(self, weights: PeerWeights, step: PeerStep, options: dict[str, Any]) -> Prepared:
-        """Everything that does not depend on the rows is done here, outside the measured time."""
+        """Do all work that does not depend on the rows; it is outside the measured time."""
 
 
 def load(name: str, directory: Path) -> Peer:
-    """Raises PeerMissingError for a peer that cannot be loaded, whatever the reason."""
+    """Load a peer. Raises PeerMissingError if it cannot be loaded, whatever the reason."""
     from bench.kernels.peers import punica, sglang, vllm
 
     loaders: dict[str, Callable[[Path], Peer]] = {"vllm": vllm.load, "sglang": sglang.load, "punica": punica.load}
@@ -102,7 +102,7 @@ def load(name: str, directory: Path) -> Peer:
 
 
 def sampled_error(weights: PeerWeights, step: PeerStep, weighted: bool, count: int, seed: int) -> float:
-    """The largest norm-wise relative error of sampled rows, against fp32 of the same weights."""
+    """Return the largest norm-wise relative error of sampled rows, against fp32 with the same weights."""
     site, model = weights.site, weights.model
     (experts, factors, adapters), rank = step.draw, weights.site.lora_rank
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ import torch
 
 
 def package(name: str, folder: Path) -> None:
-    """A package whose own __init__ is not run, only its submodules are found."""
+    """Register a package for its submodules alone: its own __init__ is not run."""
     module = ModuleType(name)
     module.__path__ = [str(folder)]
     sys.modules[name] = module
@@ -36,14 +36,14 @@ def load(name: str) -> ModuleType:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Struct:
-    """What a peer uses of msgspec.Struct: frozen fields, by keyword."""
+    """A stand-in for msgspec.Struct with the part that a peer uses: frozen fields, given by keyword."""
 
     def __init_subclass__(cls, **kwargs: bool) -> None:
         dataclasses.dataclass(**kwargs)(cls)  # type: ignore[call-overload]
 
 
 def refuse(*_: Any, **__: Any) -> None:
-    """In place of a function that the measured path must not reach."""
+    """Raise NotImplementedError: stands in for a function that the measured path must not reach."""
     raise NotImplementedError("this part of the peer is not loaded")
 
 
