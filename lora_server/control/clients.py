@@ -193,7 +193,7 @@ class Clients:
         """Have a shard that registered revoke the clients that have no lease any more. If its registration ended an
         NVSHMEM world, end the leases of that world's clients."""
         for grant in grants:
-            if not self.leases.is_known(grant.client, grant.epoch):
+            if self.leases.find(grant.client, grant.epoch) is None:
                 handle.send(pb.ShardCommand(revoke=grant.client))
         over = self.world.arrive(handle.registration)
         self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")

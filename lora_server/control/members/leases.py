@@ -91,12 +91,8 @@ class Leases:
         with self._lock:
             self._next_client = max(self._next_client, client + 1)
 
-    def is_known(self, client: int, epoch: int) -> bool:
-        """Whether this lease is good."""
-        return self.find(client, epoch) is not None
-
     def find(self, client: int, epoch: int) -> ClientLease | None:
-        """A lease that is good."""
+        """Return the lease of a client at an epoch; None once it has ended."""
         with self._lock:
             lease = self._leases.get(client)
             return lease if lease is not None and lease.epoch == epoch else None

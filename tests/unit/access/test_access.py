@@ -200,7 +200,7 @@ def test_a_revoked_token_ends_its_leases_and_a_rotated_one_does_not(gated):
     as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=made.id))
     with pytest.raises(errors.UnauthenticatedError):
         beat(last.text)
-    assert not gated.controller.clients.leases.is_known(lease.client, lease.epoch)
+    assert gated.controller.clients.leases.find(lease.client, lease.epoch) is None
     until(lambda: lease.client not in gated.shard.memory.grants, "the shard was told")
     rows = as_(gated, "acme", Role.ADMIN, "Access", "ListTokens", pb.ListTokensRequest()).tokens
     assert {one.tenant for one in rows} == {"acme"} and not any(one.text for one in rows)
@@ -213,7 +213,7 @@ def test_changes_by_another_controller_are_seen_here(gated):
     lease = gated.ask(str(secret), "Clients", "Join", pb.JoinRequest(instance="x"))
     gated.gate.store.remove_tenant(gated.gate.store.set_tenant(Tenant("short-lived")).name)
     gated.gate.store.revoke_token(token.id, token.identity)
-    until(lambda: not gated.controller.clients.leases.is_known(lease.client, lease.epoch), "its lease ended")
+    until(lambda: gated.controller.clients.leases.find(lease.client, lease.epoch) is None, "its lease ended")
     with pytest.raises(errors.UnauthenticatedError):
         gated.ask(str(secret), "Access", "WhoIs", pb.WhoIsRequest())
 
