@@ -191,35 +191,34 @@ class Scope:
         if lease is not None and (lease.tenant, lease.token) != (self.who.tenant, self.who.token):
             raise LeaseError(f"client {lease.client}: its lease was made with another token; join with this one")
 
-    # -- answers, without what is not the caller's
 
-    def cut(self, adapter: pb.Adapter) -> pb.Adapter:
-        """Remove an adapter's place of files unless the caller is the operator, and its holders, warnings and error
-        unless the caller owns it. Changes and returns the message."""
-        if not self.who.is_operator:
-            adapter.ClearField("uri")
-            if not self.owns(adapter.name):
-                adapter.ClearField("holders")
-                adapter.ClearField("warnings")
-                adapter.ClearField("error")
-        return adapter
+def cut_adapter(scope: Scope, adapter: pb.Adapter) -> pb.Adapter:
+    """Remove from an answer where the server keeps an adapter's files, and the other clients that use it."""
+    if not scope.who.is_operator:
+        adapter.ClearField("uri")
+        if not scope.owns(adapter.name):
+            adapter.ClearField("holders")
+            adapter.ClearField("warnings")
+            adapter.ClearField("error")
+    return adapter
 
-    def cut_page(self, page: pb.ListAdaptersReply) -> pb.ListAdaptersReply:
-        """Remove what the caller may not see from every adapter and refusal of a page, as `cut` does."""
-        for adapter in page.adapters:
-            self.cut(adapter)
-        if not self.who.is_operator:
-            for refusal in page.refused:
-                refusal.ClearField("uri")
-        return page
 
-    def cut_status(self, status: pb.StatusReply) -> pb.StatusReply:
-        """Return the part of the status that the caller may see. A tenant or an engine sees whether the server is
-        ready, its model, layout and shards."""
-        if self.who.sees_all:
-            return status
-        kept = pb.StatusReply(model=status.model, layout=status.layout, ready=status.ready, run=status.run)
-        kept.reason = "" if status.ready else "not ready"
-        for shard in status.shards:
-            kept.shards.add(shard=shard.shard, stage=shard.stage, ep_rank=shard.ep_rank, state=shard.state)
-        return kept
+def cut_page(scope: Scope, page: pb.ListAdaptersReply) -> pb.ListAdaptersReply:
+    """Remove the same from each adapter of a page, and the URIs of its refusals."""
+    for adapter in page.adapters:
+        cut_adapter(scope, adapter)
+    if not scope.who.is_operator:
+        for refusal in page.refused:
+            refusal.ClearField("uri")
+    return page
+
+
+def cut_status(scope: Scope, status: pb.StatusReply) -> pb.StatusReply:
+    """Keep what a tenant, or an engine, may know of the server: whether it serves, and what it serves."""
+    if scope.who.sees_all:
+        return status
+    kept = pb.StatusReply(model=status.model, layout=status.layout, ready=status.ready, run=status.run)
+    kept.reason = "" if status.ready else "not ready"
+    for shard in status.shards:
+        kept.shards.add(shard=shard.shard, stage=shard.stage, ep_rank=shard.ep_rank, state=shard.state)
+    return kept

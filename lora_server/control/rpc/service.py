@@ -14,7 +14,7 @@ from lora_server.control.adapters.records import Record, record_of
 from lora_server.control.controller import Controller
 from lora_server.control.reports.listing import adapter, invocation, page
 from lora_server.control.reports.status import status
-from lora_server.control.rpc.scope import Scopes
+from lora_server.control.rpc.scope import Scopes, cut_adapter, cut_page, cut_status
 from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.session import Proof
@@ -49,14 +49,15 @@ class AdaptersService:
 
     def List(self, request: pb.ListAdaptersRequest, who: Identity) -> pb.ListAdaptersReply:
         scope = self._scopes.of(who, request.on_behalf_of)
-        return scope.cut_page(page(self._adapters.listings, request.page_token, request.page_size, scope.sees))
+        found = page(self._adapters.listings, request.page_token, request.page_size, scope.sees)
+        return cut_page(scope, found)
 
     def Get(self, request: pb.GetAdapterRequest, who: Identity) -> pb.Adapter:
         scope = self._scopes.of(who, request.on_behalf_of)
         full = scope.find(request.name)
         with scope.asking([request.name], [full]):
             scope.bring(() if request.registered else [full])
-            reply = scope.cut(adapter(self._adapters.listings.get(full)))
+            reply = cut_adapter(scope, adapter(self._adapters.listings.get(full)))
             for shard, ready, host, layers, remote in self._adapters.listings.by_shard(full):
                 reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
             if scope.owns(full):
@@ -101,7 +102,7 @@ class AdaptersService:
         return self._shown(request.name, who)
 
     def _shown(self, full: str, who: Identity) -> pb.Adapter:
-        return self._scopes.of(who).cut(adapter(self._adapters.listings.get(full)))
+        return cut_adapter(self._scopes.of(who), adapter(self._adapters.listings.get(full)))
 
 
 class ClientsService:
@@ -237,7 +238,7 @@ class ServerService:
         self._controller, self._scopes = controller, scopes
 
     def Status(self, request: pb.StatusRequest, who: Identity) -> pb.StatusReply:
-        return self._scopes.of(who).cut_status(status(self._controller))
+        return cut_status(self._scopes.of(who), status(self._controller))
 
     def Drain(self, request: pb.DrainRequest, who: Identity) -> pb.DrainReply:
         drain = self._controller.drain
