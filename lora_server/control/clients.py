@@ -13,7 +13,7 @@ from lora_server.control.admission.queue import QueuePosition
 from lora_server.control.admission.service import AdmissionService, CheckInUse
 from lora_server.control.members.leases import ClientLease, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
-from lora_server.control.members.world import World
+from lora_server.control.members.world import WorldMembership
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.start import RESTARTED, StartState
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
@@ -37,7 +37,7 @@ class Clients:
         shards: ShardTable,
         admission: AdmissionService,
         start: StartState,
-        world: World,
+        world: WorldMembership,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
         max_waiters: int = MAX_WAITERS,
@@ -199,7 +199,7 @@ class Clients:
         self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")
 
     def place_of(self, proof: Proof) -> pb.Place:
-        """See World.of; raises LeaseError."""
+        """See WorldMembership.of; raises LeaseError."""
         return self.world.of(self.renew(proof))
 
     def _forget(self, client: int) -> None:

@@ -12,7 +12,7 @@ from lora_server.control.drain import Drain
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable
-from lora_server.control.members.world import World
+from lora_server.control.members.world import WorldMembership
 from lora_server.control.start import StartState
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
@@ -64,7 +64,7 @@ class Controller:
         )
         self.fetcher = fetcher
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
-        world = World(self.shards, *places, timings.world_rest, clock)
+        world = WorldMembership(self.shards, *places, timings.world_rest, clock)
         self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock, max_waiters)
         drains = ledger.drains if ledger is not None else None
         self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.drain_look, clock)

@@ -25,8 +25,44 @@ from lora_server.wire import lora_server_pb2 as pb
 log = structlog.get_logger()
 
 
-class World:
-    """The places of one NVSHMEM world after another. Thread-safe. Without places for clients there is no world."""
+class EnginePlaces:
+    """The ranks of a world that engines lease, and the clients that have them. Not thread-safe: the world's lock."""
+
+    def __init__(self, ranks: range, rest_seconds: float, clock: Clock) -> None:
+        """`rest_seconds`: what a network still carries to a place has arrived then, or never will."""
+        self.ranks, self._rest_seconds, self._clock = ranks, rest_seconds, clock
+        self.clients: dict[int, int] = {}  # by rank
+        self._rests: dict[int, float] = {}  # rank -> when it may be leased again
+
+    def clear(self) -> None:
+        """Take every place back: the world is over."""
+        self.clients, self._rests = {}, {}
+
+    def free(self) -> list[int]:
+        """List the ranks that no client has."""
+        return [rank for rank in self.ranks if rank not in self.clients]
+
+    def check_idle(self, rank: int) -> None:
+        """Raise ServerUnavailableError while a client has this rank, or steps may still be on their way to it."""
+        if rank in self.clients:
+            raise ServerUnavailableError(f"NVSHMEM: PE {rank} still has the lease of client {self.clients[rank]}")
+        seconds = self._rests.get(rank, 0.0) - self._clock.now()
+        if seconds > 0:
+            raise ServerUnavailableError(
+                f"NVSHMEM: PE {rank} was cut off, and what it sent may still be on its way; it may come back in "
+                f"{seconds:.0f} s"
+            )
+
+    def give_back(self, client: int, rests: bool) -> None:
+        """Take the places of a client back; with `rests`, none of them is leased again before its rest is over."""
+        for rank in [rank for rank, holder in self.clients.items() if holder == client]:
+            del self.clients[rank]
+            if rests:
+                self._rests[rank] = self._clock.now() + self._rest_seconds
+
+
+class WorldMembership:
+    """The shards and engines of one world at a time. Thread-safe. Without places for engines there is no world."""
 
     def __init__(
         self,
@@ -37,18 +73,15 @@ class World:
         rest_seconds: float = Timings.world_rest,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`rest_seconds`: after so long, the network delivers nothing more to a place that lost its process."""
-        self._table, self._shards, self._size, self._slots = table, shards, shards + clients, slots
-        self._rest_seconds, self._clock = rest_seconds, clock
+        self._table, self._slots, self._clock = table, slots, clock
+        self._engines = EnginePlaces(range(shards, shards + clients), rest_seconds, clock)
         self._lock = threading.Lock()
         self._number, self._uid, self._made = 0, b"", False
         self._here: dict[int, str] = {}  # shards, and the instances of their processes
-        self._clients: dict[int, int] = {}  # by rank
-        self._rests: dict[int, float] = {}  # rank -> until when its place is not leased
 
     def arrive(self, registration: pb.Registration) -> set[int]:
-        """Record a shard's process that registered; return the clients of the world that this ended."""
-        if self._size == self._shards:
+        """A shard's process registered; the clients of the world that this ended."""
+        if not self._engines.ranks:
             return set()
         shard, place = registration.shard, registration.place
         with self._lock:
@@ -71,15 +104,12 @@ class World:
             return over
 
     def _begin(self, first: int) -> set[int]:
-        """Begin to gather a world with this shard as its first member; return the clients of the world that this ends.
-
-        Its number is above all earlier ones, also those of earlier controllers.
-        """
-        over = set(self._clients.values()) if self._made else set()
+        """Gather one, of which this shard is the first; its number is above all, also those of earlier controllers."""
+        over = set(self._engines.clients.values()) if self._made else set()
         if self._made:
             log.error("NVSHMEM's world is over: a shard died; the others start anew", world=self._number)
             self._start_anew(self._here.keys() - {first})
-            self._clients, self._rests = {}, {}
+            self._engines.clear()
         self._number, self._uid, self._made = max(self._number + 1, int(self._clock.time())), b"", False
         self._here = {}
         return over
@@ -91,13 +121,13 @@ class World:
                 live[shard].send(pb.ShardCommand(stop=True))
 
     def _make(self) -> None:
-        """Make the world if all its members are there: send every shard its place and the unique id."""
-        if self._made or not self._uid or len(self._here) + len(self._clients) < self._size:
+        """Once all are there."""
+        if self._made or not self._uid or len(self._here) + len(self._engines.clients) < self._engines.ranks.stop:
             return
         self._made = True
         for shard in self._table.live():
             self._tell(shard)
-        log.info("NVSHMEM's world is complete", world=self._number, pes=self._size)
+        log.info("NVSHMEM's world is complete", world=self._number, pes=self._engines.ranks.stop)
 
     def _tell(self, shard: int) -> None:
         handle = self._table.live().get(shard)
@@ -106,7 +136,8 @@ class World:
 
     def _place(self, rank: int) -> pb.Place:
         uid = self._uid if self._made else b""
-        return pb.Place(world=self._number, rank=rank, size=self._size, uid=uid, slots=self._slots)
+        size = self._engines.ranks.stop
+        return pb.Place(world=self._number, rank=rank, size=size, uid=uid, slots=self._slots)
 
     # -- clients
 
@@ -116,46 +147,38 @@ class World:
         Raises WorldError if there is none for it, ServerUnavailableError if there will be one soon, and ConfigError if
         the server has no world.
         """
-        if self._size == self._shards:
+        if not self._engines.ranks:
             raise ConfigError(
                 "transport nvshmem: the server has no such world; start it with --device cuda --gpu-transport nvshmem "
                 "--nvshmem-clients N, or attach with transport='auto'"
             )
         with self._lock:
             rank = self._own(asked) if asked.world else self._free()
-            self._clients[rank] = client
+            self._engines.clients[rank] = client
             self._make()
             return self._place(rank)
 
     def _own(self, asked: pb.Place) -> int:
-        known = hmac.compare_digest(asked.uid, self._uid) and self._shards <= asked.rank < self._size
+        known = hmac.compare_digest(asked.uid, self._uid) and asked.rank in self._engines.ranks
         if not (self._made and known and asked.world == self._number):
             raise WorldError(
                 f"NVSHMEM: this process was PE {asked.rank} of world {asked.world}, which is over, and a process is in "
                 "one world in its life: start the engine anew, or attach with transport='tcp'"
             )
-        if asked.rank in self._clients:
-            holder = self._clients[asked.rank]
-            raise ServerUnavailableError(f"NVSHMEM: PE {asked.rank} still has the lease of client {holder}")
-        seconds = self._rests.get(asked.rank, 0.0) - self._clock.now()
-        if seconds > 0:
-            raise ServerUnavailableError(
-                f"NVSHMEM: PE {asked.rank} was cut off, and what it sent may still be on its way; it may come back in "
-                f"{seconds:.0f} s"
-            )
+        self._engines.check_idle(asked.rank)
         return int(asked.rank)
 
     def _free(self) -> int:
-        free = [rank for rank in range(self._shards, self._size) if rank not in self._clients]
+        free, size = self._engines.free(), len(self._engines.ranks)
         if self._made:
             raise WorldError(
                 f"NVSHMEM: world {self._number} is complete, and no process joins it any more ({len(free)} of "
-                f"{self._size - self._shards} places of engines are idle, of processes that left or died); start the "
+                f"{size} places of engines are idle, of processes that left or died); start the "
                 "server and all engines anew, or attach with transport='gpu' or 'tcp'"
             )
         if not free:
             raise WorldError(
-                f"NVSHMEM: all {self._size - self._shards} places of engines are taken; start the server with a larger "
+                f"NVSHMEM: all {size} places of engines are taken; start the server with a larger "
                 "--nvshmem-clients, or attach with transport='gpu' or 'tcp'"
             )
         return free[0]
@@ -163,7 +186,7 @@ class World:
     def of(self, client: int) -> pb.Place:
         """Return a client's place as it is now; raises WorldError if it has none."""
         with self._lock:
-            for rank, holder in self._clients.items():
+            for rank, holder in self._engines.clients.items():
                 if holder == client:
                     return self._place(rank)
         raise WorldError(f"NVSHMEM: client {client} has no place; join again")
@@ -172,25 +195,20 @@ class World:
         """Take over a client's place that a shard kept from an earlier controller; rank 0 means no place."""
         if rank:
             with self._lock:
-                self._clients[rank] = client
+                self._engines.clients[rank] = client
 
     def give_back(self, client: int, rests: bool) -> None:
         """Free the place of a client without a lease. `rests`: keep it unused for a while, since the client was cut off
         and steps of it may still be in flight."""
         with self._lock:
-            for rank in [rank for rank, holder in self._clients.items() if holder == client]:
-                del self._clients[rank]
-                if rests and self._made:
-                    self._rests[rank] = self._clock.now() + self._rest_seconds
+            self._engines.give_back(client, rests and self._made)
 
     @property
     def reason(self) -> str:
         """Return why steps cannot use the world; empty if they can, or if the server has none."""
         with self._lock:
-            if self._made or self._size == self._shards:
+            ranks = self._engines.ranks
+            if self._made or not ranks:
                 return ""
-            shards, clients = len(self._here), len(self._clients)
-            return (
-                f"NVSHMEM's world: {shards} of {self._shards} shards and {clients} of {self._size - self._shards} "
-                "engines are here"
-            )
+            here, clients = len(self._here), len(self._engines.clients)
+            return f"NVSHMEM's world: {here} of {ranks.start} shards and {clients} of {len(ranks)} engines are here"

@@ -9,7 +9,7 @@ import pytest
 
 from client_connector.world import gathered
 from lora_server.control.members.shards import ShardHandle, ShardTable
-from lora_server.control.members.world import World
+from lora_server.control.members.world import WorldMembership
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb
@@ -24,7 +24,7 @@ class Scene:
 
     def __init__(self, clients: int = 2, rest_seconds: float = 60.0) -> None:
         self.table = ShardTable(Layout.parse("ep2-pp1"), "independent")
-        self.world = World(self.table, 2, clients, 4, rest_seconds)
+        self.world = WorldMembership(self.table, 2, clients, 4, rest_seconds)
         self.handles = dict[int, ShardHandle]()
 
     def arrive(self, shard: int, place: pb.Place | None = None, instance: str = "") -> set[int]:
