@@ -73,7 +73,7 @@ class Arrivals:
         if registration.run and not settled:
             self.run = self.run or registration.run
         if registration.run and registration.run != self.run:
-            handle.send(self._claim(handle, self.run))  # drops what it keeps of another run
+            handle.commands.send(self._claim(handle, self.run))  # drops what it keeps of another run
             kept = ()
         presumed: Sequence[int] = ()
         loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
@@ -85,7 +85,7 @@ class Arrivals:
             self._adapters.recovery.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
             presumed = registration.active
-        handle.send(self._claim(handle, self.run if settled else ""))
+        handle.commands.send(self._claim(handle, self.run if settled else ""))
         self._adapters.sync.introduce(handle, loads)
         self._adapters.admission.introduce(handle, presumed)
         self._clients.introduce(handle, grants)
@@ -116,7 +116,7 @@ class Arrivals:
     def announce(self) -> None:
         """Tell the shards their run, and whether the start-up directory is registered."""
         for handle in self._shards.live().values():
-            handle.send(self._claim(handle, self.run))
+            handle.commands.send(self._claim(handle, self.run))
 
     def _introduce_leader(self, arrived: ShardHandle) -> None:
         """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""
@@ -130,7 +130,7 @@ class Arrivals:
         told = pb.Follow(address=said.order_address, certificate=said.endpoint.certificate)
         for follower in stage.values() if shard == leader_index else [arrived]:
             told.badge = badge_of(said.order_badge, follower.shard)
-            follower.send(pb.ShardCommand(follow=told))
+            follower.commands.send(pb.ShardCommand(follow=told))
 
     def depart(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""

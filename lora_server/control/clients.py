@@ -74,7 +74,7 @@ class Clients:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
                 grant.pe = lease.place.rank
-            sent = [handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
+            sent = [handle.commands.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
             wait_all(sent, self._timings.grant, "a grant")
         except LoraServerError:
             self.end(lease.client, lease.epoch)
@@ -194,7 +194,7 @@ class Clients:
         NVSHMEM world, end the leases of that world's clients."""
         for grant in grants:
             if self.leases.find(grant.client, grant.epoch) is None:
-                handle.send(pb.ShardCommand(revoke=grant.client))
+                handle.commands.send(pb.ShardCommand(revoke=grant.client))
         over = self.world.arrive(handle.registration)
         self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")
 

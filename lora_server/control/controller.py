@@ -92,7 +92,7 @@ class Controller:
         kind = report.WhichOneof("report")
         adapters = self.adapters
         if kind == "done":
-            handle.finish(report.done)
+            handle.commands.finish(report.done)
             if report.done.code:  # what waits for an adapter that cannot be loaded is refused
                 adapters.admission.admit()
         elif kind == "stats":

@@ -456,10 +456,10 @@ def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(se
     until(controller.shards.live, "it has registered")
     handle = controller.shards.live()[0]
     for size in (bounds.KEPT_BYTES, bounds.REQUEST_BYTES - 60, bounds.REQUEST_BYTES, 2 * bounds.REQUEST_BYTES):
-        sent = handle.send(pb.ShardCommand(grant=pb.Grant(client=3, epoch=1, instance="x" * size)))
+        sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=3, epoch=1, instance="x" * size)))
         assert sent.finished.wait(HANG_SECONDS)
         assert isinstance(sent.error, ProtocolError) and "command grant: got" in str(sent.error)
-    sent = handle.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
+    sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
     assert sent.finished.wait(HANG_SECONDS) and sent.error is None
     assert [one.grant.client for one in executed if one.HasField("grant")] == [4] == [*stream._kept.grants]
     stopping.set()

@@ -75,7 +75,7 @@ class ToldShard:
         self._thread.start()
 
     def _run(self):
-        for command in self.handle.commands():
+        for command in self.handle.commands:
             self.memory.note(command)
             self.largest = max(self.largest, command.ByteSize())
             kind = command.WhichOneof("command")
@@ -93,6 +93,6 @@ class ToldShard:
 
     def close(self):
         """End its stream, once all commands have been read."""
-        self.handle.close()
+        self.handle.commands.close()
         self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()

@@ -46,7 +46,7 @@ class Gated:
         for name, handle in memory:
             load = kept(name, handle)
             controller.adapters.catalog.publish(Record.decode(load.record))
-            self.shard.handle.send(pb.ShardCommand(load=load))
+            self.shard.handle.commands.send(pb.ShardCommand(load=load))
         for tenant in TENANTS[1:]:
             gate.store.set_tenant(Tenant(tenant))
         self.tokens = {

@@ -58,7 +58,7 @@ class ToldStore:
         time.sleep(self._dice.choice([0.0, 0.0, self._dice.random() * MOST_SECONDS]))
 
     def _run(self) -> None:
-        for command in self.handle.commands():
+        for command in self.handle.commands:
             self._late()
 
             def done(error: Exception | None, number: int = command.id) -> None:

@@ -142,9 +142,9 @@ class AdmissionService:
         with self._changed:
             self.holds.presume(presumed)
             self.queue.update()
-            handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self.queue.capacity.active), anew=True)))
+            handle.commands.send(pb.ShardCommand(active=pb.Active(more=sorted(self.queue.capacity.active), anew=True)))
             for client in self.holds.clients():
-                handle.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client))))
+                handle.commands.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client))))
             self.admit()
 
     def admit(self) -> None:

@@ -34,17 +34,11 @@ class PendingCommand:
         self.finished.set()
 
 
-class ShardHandle:
-    """One live incarnation of a shard, as long as its stream lives."""
+class CommandQueue:
+    """Commands to one shard, in order, and those that it has not reported on yet. Thread-safe."""
 
-    def __init__(self, registration: pb.Registration) -> None:
-        self.registration = registration
-        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
-        self.epoch = 0  # of its claim to the rank
-        self.stats = pb.ShardStats()
-        self.leaving = False  # it said that it stops
-        self.calls = Counts()  # for files
-        self.heard = 0.0  # when it last reported, by the table's clock
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
@@ -55,7 +49,7 @@ class ShardHandle:
         self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None
     ) -> PendingCommand:
         """Queue a command; the caller may wait for it, or be called with the outcome."""
-        pending = PendingCommand(self.shard, then)
+        pending = PendingCommand(self._shard, then)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -83,13 +77,27 @@ class ShardHandle:
             waiting.finish(self._death())
         self._commands.put(None)
 
-    def commands(self) -> Iterator[pb.ShardCommand]:
-        """Yield the commands to send; blocks between them, and ends when the handle is closed."""
+    def __iter__(self) -> Iterator[pb.ShardCommand]:
+        """Yield what the stream sends, until the queue is closed."""
         while (command := self._commands.get()) is not None:
             yield command
 
     def _death(self) -> ShardUnavailableError:
-        return ShardUnavailableError(f"shard {self.shard}: it went away before it finished the command")
+        return ShardUnavailableError(f"shard {self._shard}: it went away before it finished the command")
+
+
+class ShardHandle:
+    """One live incarnation of a shard, as long as its stream lives."""
+
+    def __init__(self, registration: pb.Registration) -> None:
+        self.registration = registration
+        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.epoch = 0  # of its claim to the rank
+        self.stats = pb.ShardStats()
+        self.leaving = False  # it said that it stops
+        self.calls = Counts()  # for files
+        self.heard = 0.0  # when it last reported, by the table's clock
+        self.commands = CommandQueue(self.shard)
 
 
 class ShardTable:
@@ -140,7 +148,7 @@ class ShardTable:
             self._claim(handle, older if comes_back else None)
             self._live[shard], handle.heard = handle, self._clock.now()
         if older is not None:
-            older.close()
+            older.commands.close()
 
     def _claim(self, handle: ShardHandle, itself: ShardHandle | None) -> None:
         """Give a shard its claim. Later claims are higher, also those of later controllers."""
@@ -162,7 +170,7 @@ class ShardTable:
             self.closed = True
             live = list(self._live.values())
         for handle in live:
-            handle.close()
+            handle.commands.close()
 
     def depart(self, handle: ShardHandle) -> bool:
         """Remove a shard that lost its stream; return False if a newer incarnation has taken its place."""
@@ -170,7 +178,7 @@ class ShardTable:
             current = self._live.get(handle.shard) is handle
             if current:
                 del self._live[handle.shard]
-        handle.close()
+        handle.commands.close()
         return current
 
     def live(self) -> dict[int, ShardHandle]:
@@ -219,7 +227,7 @@ class ShardTable:
         for handle in self.live().values():
             own = pb.ShardCommand()
             own.CopyFrom(command)
-            sent.append(handle.send(own))
+            sent.append(handle.commands.send(own))
         return sent
 
 

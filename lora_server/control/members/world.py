@@ -118,7 +118,7 @@ class WorldMembership:
         live = self._table.live()
         for shard in shards:
             if shard in live:
-                live[shard].send(pb.ShardCommand(stop=True))
+                live[shard].commands.send(pb.ShardCommand(stop=True))
 
     def _make(self) -> None:
         """Once all are there."""
@@ -132,7 +132,7 @@ class WorldMembership:
     def _tell(self, shard: int) -> None:
         handle = self._table.live().get(shard)
         if handle is not None:  # else it registers once more
-            handle.send(pb.ShardCommand(place=self._place(shard)))
+            handle.commands.send(pb.ShardCommand(place=self._place(shard)))
 
     def _place(self, rank: int) -> pb.Place:
         uid = self._uid if self._made else b""

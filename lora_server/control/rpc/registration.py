@@ -110,7 +110,7 @@ def _hand_over(
 ) -> None:
     """Pass a shard's commands on to the event loop's queue, until the handle is closed."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
-        for command in handle.commands():
+        for command in handle.commands:
             loop.call_soon_threadsafe(commands.put_nowait, command)
         loop.call_soon_threadsafe(commands.put_nowait, None)
 

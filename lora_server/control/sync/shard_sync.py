@@ -58,7 +58,7 @@ class ShardSync:
             self.prewarm.asked(record.handle, handle.shard)
         if (size := self.sizes.of(record.handle).get(handle.shard)) is not None:
             load.size = size
-        return handle.send(pb.ShardCommand(load=load), partial(self._loaded, handle.shard, record))
+        return handle.commands.send(pb.ShardCommand(load=load), partial(self._loaded, handle.shard, record))
 
     def _loaded(self, shard: int, record: Record, error: LoraServerError | None) -> None:
         """Take the outcome of a load. A shard's death is none: its successor is told again."""
@@ -85,7 +85,9 @@ class ShardSync:
             return
         for load in self.prewarm.decide(self._is_listed):
             for shard in load.shards:
-                live[shard].send(pb.ShardCommand(bring=load.handle), partial(self._prewarmed, load.handle, shard))
+                live[shard].commands.send(
+                    pb.ShardCommand(bring=load.handle), partial(self._prewarmed, load.handle, shard)
+                )
 
     def _prewarmed(self, handle: int, shard: int, _: LoraServerError | None) -> None:
         """Take the outcome; what a shard did not load is loaded when a request asks."""
@@ -144,14 +146,14 @@ class ShardSync:
             self.sizes.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
                 if self._catalog.by_handle(one.load.handle) is None:
-                    handle.send(pb.ShardCommand(drop=one.load.handle))
+                    handle.commands.send(pb.ShardCommand(drop=one.load.handle))
                 else:
                     self.residency.report(handle.shard, pb.Residency(handle=one.load.handle, layers=one.layers))
                     self.prewarm.note(one.load.handle, handle.shard)
             if self._start.settled.is_set():
                 self._load_all_on(handle)
             if self._start.registered.is_set():
-                handle.send(pb.ShardCommand(refused=self._catalog.refusals.tell()))
+                handle.commands.send(pb.ShardCommand(refused=self._catalog.refusals.tell()))
 
     def settle(self) -> None:
         """Give each shard what others kept and it did not, once all of them have said what they keep."""

@@ -175,7 +175,7 @@ def test_the_table_knows_who_is_missing():
         table.arrive(handle_of(0, pid=2))
     table.arrive(handle_of(1))
     assert sorted(table.require_up()) == [0, 1]
-    pending = first.send(pb.ShardCommand(drop=1))
+    pending = first.commands.send(pb.ShardCommand(drop=1))
     assert table.depart(first)
     with pytest.raises(errors.ShardUnavailableError, match="shard 0"):
         wait_all([pending], 1, "a drop")
@@ -222,7 +222,7 @@ def test_a_restarted_controller_believes_the_newest_claimant():
     table = ShardTable(Layout(1, 1), "independent")
     orphan = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
     assert orphan.epoch == old, "a controller that knows nothing believes the first"
-    pending = orphan.send(pb.ShardCommand(drop=1))
+    pending = orphan.commands.send(pb.ShardCommand(drop=1))
     assert arrived(table, handle_of(0, pid=2, epoch=new), settled=False).epoch == new, "until a newer one comes"
     assert isinstance(pending.error, errors.ShardUnavailableError)
     table = ShardTable(Layout(1, 1), "independent")
@@ -247,7 +247,7 @@ def test_a_leader_without_its_followers_is_missing():
 
 def test_a_command_that_is_never_answered_has_a_deadline():
     with pytest.raises(errors.ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
-        wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
+        wait_all([handle_of(0).commands.send(pb.ShardCommand(drop=1))], 0.1, "loading")
 
 
 def url(directory):

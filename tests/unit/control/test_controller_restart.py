@@ -20,8 +20,8 @@ from tests.support.serving import until
 
 def drained(handle):
     """The commands that a handle was given so far."""
-    handle.close()
-    return list(handle.commands())
+    handle.commands.close()
+    return list(handle.commands)
 
 
 def loads(handle):

@@ -49,8 +49,8 @@ class Scene:
     def told(self, shard: int) -> list[str]:
         """The kinds of commands that its newest process was sent, and nothing that comes later."""
         handle = self.handles[shard]
-        handle.close()
-        return [str(command.WhichOneof("command")) for command in handle.commands()]
+        handle.commands.close()
+        return [str(command.WhichOneof("command")) for command in handle.commands]
 
 
 def test_the_unique_id_is_kept_until_all_are_there():

@@ -25,11 +25,11 @@ class Told(ToldShard):
 
     def _run(self):
         self.prefetches = []
-        for command in self.handle.commands():
+        for command in self.handle.commands:
             if command.HasField("prefetch"):
                 asked = command.prefetch
                 self.prefetches.append((asked.client, [(need.handle, need.in_us) for need in asked.needs]))
-            self.handle.finish(pb.Done(command=command.id))
+            self.handle.commands.finish(pb.Done(command=command.id))
 
 
 @pytest.fixture
