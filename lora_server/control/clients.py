@@ -1,4 +1,4 @@
-"""The clients of a server: leases, the shards' knowledge of them, and what they hold."""
+"""The clients of a server: their leases, what shards are told of them, and what they ask about adapters."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ class Clients:
         world: WorldMembership,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
-        max_waiters: int = MAX_WAITERS,
     ) -> None:
         self.leases, self._shards, self._admission, self._start = leases, shards, admission, start
         self.world, self._timings = world, timings
         self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
-        self._waiters = threading.Semaphore(max_waiters)
-        self.refused = ""  # why joins are refused; empty if they are not
+        self.refused = ""  # why nobody may join
         self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
 
     def join(
@@ -130,51 +128,6 @@ class Clients:
             log.warning("lease expired", client=lease.client, instance=lease.instance)
             self._forget(lease.client)
 
-    def acquire(
-        self,
-        proof: Proof,
-        names: Sequence[str],
-        ticket: int = 0,
-        tenant: str = "",
-        weight: float = 1.0,
-        check: CheckInUse | None = None,
-    ) -> tuple[list[Record], QueuePosition | None]:
-        """Hold adapters for a tenant, or be queued for them; raises UnknownAdapterError, LeaseError, and what `check`
-        does."""
-        return self._admission.acquire(self.renew(proof), names, ticket, tenant, weight, check)
-
-    def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
-        """Wait for tickets as AdmissionService does; return at once if too many clients wait. Raises LeaseError."""
-        client = self.renew(proof)
-        if not self._waiters.acquire(blocking=False):
-            return self._admission.wait_admitted(client, tickets, 0.0)
-        try:
-            return self._admission.wait_admitted(client, tickets, min(seconds, self._timings.await_call))
-        finally:
-            self._waiters.release()
-
-    def cancel(self, proof: Proof, tickets: Sequence[int]) -> None:
-        """Take back what was asked for; raises LeaseError, AdmissionError."""
-        self._admission.cancel(self.renew(proof), tickets)
-
-    def release(self, proof: Proof, handles: Iterable[int]) -> None:
-        """Release holds of adapters; raises LeaseError."""
-        client = self.renew(proof)
-        self._admission.release(client, handles)
-        self.prefetches.released(client)
-
-    def prefetch(self, proof: Proof, needs: Mapping[int, int]) -> None:
-        """See Prefetches; raises LeaseError."""
-        self.renew(proof)
-        self.prefetches.receive(proof, needs)
-
-    def restore(self, proof: Proof, handles: Iterable[int]) -> None:
-        """Take over the holds of a client of an earlier controller. The client reports them once; later reports are
-        ignored. Raises LeaseError."""
-        client = self.renew(proof)
-        if self._admission.holds.is_unknown(client):
-            self._admission.restore(client, handles)
-
     def borrow(self, proof: Proof, holder: Proof) -> None:
         """Let one client's steps use the adapters that `holder` holds; raises LeaseError for either."""
         client, lender = self.renew(proof), self.renew(holder)
@@ -208,3 +161,61 @@ class Clients:
         self._shards.broadcast(pb.ShardCommand(revoke=client))
         self._admission.forget_client(client)
         log.info("client gone", client=client)
+
+
+class AdapterRequests:
+    """Requests of clients about adapters. Thread-safe. Each renews the lease of its client, or raises LeaseError."""
+
+    def __init__(
+        self,
+        clients: Clients,
+        admission: AdmissionService,
+        await_seconds: float = Timings.await_call,
+        max_waiters: int = MAX_WAITERS,
+    ) -> None:
+        """`await_seconds`: the longest that one call waits."""
+        self._clients, self._admission, self._await_seconds = clients, admission, await_seconds
+        self._waiters = threading.Semaphore(max_waiters)
+
+    def acquire(
+        self,
+        proof: Proof,
+        names: Sequence[str],
+        ticket: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        check: CheckInUse | None = None,
+    ) -> tuple[list[Record], QueuePosition | None]:
+        """Hold adapters for a tenant, or queue for them. Raises UnknownAdapterError, and what `check` does."""
+        return self._admission.acquire(self._clients.renew(proof), names, ticket, tenant, weight, check)
+
+    def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
+        """Wait as AdmissionService does; answer at once while `max_waiters` clients wait already."""
+        client = self._clients.renew(proof)
+        if not self._waiters.acquire(blocking=False):
+            return self._admission.wait_admitted(client, tickets, 0.0)
+        try:
+            return self._admission.wait_admitted(client, tickets, min(seconds, self._await_seconds))
+        finally:
+            self._waiters.release()
+
+    def cancel(self, proof: Proof, tickets: Sequence[int]) -> None:
+        """Cancel tickets. Raises AdmissionError."""
+        self._admission.cancel(self._clients.renew(proof), tickets)
+
+    def release(self, proof: Proof, handles: Iterable[int]) -> None:
+        """Release adapters."""
+        client = self._clients.renew(proof)
+        self._admission.release(client, handles)
+        self._clients.prefetches.released(client)
+
+    def prefetch(self, proof: Proof, needs: Mapping[int, int]) -> None:
+        """Announce in how many microseconds which handle is needed; see Prefetches."""
+        self._clients.renew(proof)
+        self._clients.prefetches.receive(proof, needs)
+
+    def restore(self, proof: Proof, handles: Iterable[int]) -> None:
+        """Take back the holds of a client of an earlier controller; only its first call counts."""
+        client = self._clients.renew(proof)
+        if self._admission.holds.is_unknown(client):
+            self._admission.restore(client, handles)

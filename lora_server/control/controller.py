@@ -7,7 +7,7 @@ from lora_server.control.adapters.allowed import NOWHERE, Allowed
 from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.arrivals import Arrivals
-from lora_server.control.clients import MAX_WAITERS, Clients
+from lora_server.control.clients import MAX_WAITERS, AdapterRequests, Clients
 from lora_server.control.drain import Drain
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
@@ -65,7 +65,8 @@ class Controller:
         self.fetcher = fetcher
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
         world = WorldMembership(self.shards, *places, timings.world_rest, clock)
-        self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock, max_waiters)
+        self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock)
+        self.requests = AdapterRequests(self.clients, self.adapters.admission, timings.await_call, max_waiters)
         drains = ledger.drains if ledger is not None else None
         self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.drain_look, clock)
         listed = ledger.listed() if ledger is not None else None

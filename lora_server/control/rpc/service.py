@@ -110,6 +110,7 @@ class ClientsService:
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
         self._controller, self._clients, self._scopes = controller, controller.clients, scopes
+        self._requests = controller.requests
 
     def Join(self, request: pb.JoinRequest, who: Identity) -> pb.Lease:
         weight = self._scopes.gate.tenant(who.tenant).weight
@@ -161,7 +162,7 @@ class ClientsService:
         with scope.asking(request.names, full):
             scope.bring(full)
             tenant = scope.tenant
-            records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
+            records, queued = self._requests.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
         asked = dict(zip(full, request.names, strict=True))
         reply = pb.AcquireReply(adapters=[_held(record, asked.get(record.name, record.name)) for record in records])
         if queued is not None:
@@ -169,24 +170,24 @@ class ClientsService:
         return reply
 
     def Await(self, request: pb.AwaitRequest, who: Identity) -> pb.AwaitReply:
-        waited = self._clients.wait_admitted(self._own(request, who), request.tickets, request.seconds)
+        waited = self._requests.wait_admitted(self._own(request, who), request.tickets, request.seconds)
         return pb.AwaitReply(tickets=waited)
 
     def Cancel(self, request: pb.CancelRequest, who: Identity) -> pb.CancelReply:
-        self._clients.cancel(self._own(request, who), request.tickets)
+        self._requests.cancel(self._own(request, who), request.tickets)
         return pb.CancelReply()
 
     def Release(self, request: pb.ReleaseRequest, who: Identity) -> pb.ReleaseReply:
-        self._clients.release(self._own(request, who), request.handles)
+        self._requests.release(self._own(request, who), request.handles)
         return pb.ReleaseReply()
 
     def Prefetch(self, request: pb.PrefetchRequest, who: Identity) -> pb.PrefetchReply:
-        self._clients.prefetch(self._own(request, who), {need.handle: need.in_us for need in request.needs})
+        self._requests.prefetch(self._own(request, who), {need.handle: need.in_us for need in request.needs})
         return pb.PrefetchReply()
 
     def Restore(self, request: pb.RestoreRequest, who: Identity) -> pb.RestoreReply:
         proof = self._own(request, who)
-        self._clients.restore(proof, self._scopes.of(who).held_before(request.handles))
+        self._requests.restore(proof, self._scopes.of(who).held_before(request.handles))
         return pb.RestoreReply()
 
     def Borrow(self, request: pb.BorrowRequest, who: Identity) -> pb.BorrowReply:

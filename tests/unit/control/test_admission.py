@@ -228,19 +228,19 @@ def join(controller):
 
 def test_a_waiting_client_is_told_when_it_is_admitted(serve):
     controller, shard = serve()
-    clients, told = controller.clients, []
+    clients, requests, told = controller.clients, controller.requests, []
     one, other = join(controller), join(controller)
-    assert clients.acquire(one, ["a", "b"], 1)[1] is None
-    records, queued = clients.acquire(other, ["c"], 1)
+    assert requests.acquire(one, ["a", "b"], 1)[1] is None
+    records, queued = requests.acquire(other, ["c"], 1)
     assert [record.handle for record in records] == [3] and queued.position == 1
-    assert clients.wait_admitted(other, [1], 0.01) == []
+    assert requests.wait_admitted(other, [1], 0.01) == []
     client = clients.renew(other)
     wait = controller.adapters.admission.wait_admitted
     waiter = threading.Thread(target=lambda: told.extend(wait(client, [1], 10 * HANG_SECONDS)))
     waiter.start()
-    clients.release(one, [1])
+    requests.release(one, [1])
     waiter.join(HANG_SECONDS)
-    assert told == [1] and clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
+    assert told == [1] and requests.acquire(other, ["c"], 1)[1] is None, "it holds it now"
     until(lambda: shard.memory.active == {2, 3}, "the shard knows which adapters are active")
     assert [one.holders for one in controller.adapters.listings.all()] == [0, 1, 1]
     clients.leave(other)
@@ -250,16 +250,16 @@ def test_a_waiting_client_is_told_when_it_is_admitted(serve):
 def test_clients_beyond_the_waiting_threads_are_answered_at_once(serve):
     controller, _ = serve(max_waiters=0)
     one = join(controller)
-    controller.clients.acquire(one, ["a", "b"], 1)
-    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
-    assert controller.clients.wait_admitted(one, [2], 100.0) == []
+    controller.requests.acquire(one, ["a", "b"], 1)
+    assert controller.requests.acquire(one, ["c"], 2)[1] is not None
+    assert controller.requests.wait_admitted(one, [2], 100.0) == []
 
 
 def test_a_restarted_shard_and_a_new_controller_learn_which_adapters_are_active(serve):
     controller, shard = serve()
-    clients = controller.clients
+    requests = controller.requests
     one, other = join(controller), join(controller)
-    assert clients.acquire(one, ["a", "b"], 1)[1] is None and clients.acquire(other, ["c"], 1)[1] is not None
+    assert requests.acquire(one, ["a", "b"], 1)[1] is None and requests.acquire(other, ["c"], 1)[1] is not None
     shard.close()
     controller.arrivals.depart(shard.handle)
     fresh = ToldShard(controller, pool_bytes=10)
@@ -270,22 +270,22 @@ def test_a_restarted_shard_and_a_new_controller_learn_which_adapters_are_active(
     assert successor.adapters.admission.queue.capacity.active == {1, 2}, (
         "as the shard was told, until the clients have spoken"
     )
-    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
-    successor.clients.restore(one, [2])
-    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
-    successor.clients.restore(other, [])
-    assert successor.clients.acquire(other, ["c"], 1)[1] is None
+    assert successor.requests.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
+    successor.requests.restore(one, [2])
+    assert successor.requests.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
+    successor.requests.restore(other, [])
+    assert successor.requests.acquire(other, ["c"], 1)[1] is None
     until(lambda: shard.memory.active == {2, 3}, "a hold that was not restored is dropped")
 
 
 def test_tickets_that_can_never_be_admitted_are_refused(serve):
     controller, _ = serve()
     one = join(controller)
-    controller.clients.acquire(one, ["a", "b"], 1)
-    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
+    controller.requests.acquire(one, ["a", "b"], 1)
+    assert controller.requests.acquire(one, ["c"], 2)[1] is not None
     controller.adapters.rollout.remove("c")
     with pytest.raises(UnknownAdapterError, match="adapter 'c': not registered here"):
-        controller.clients.acquire(one, ["c"], 2)
+        controller.requests.acquire(one, ["c"], 2)
     limited_to_one, _ = serve(most_active=1)
     with pytest.raises(AdapterLoadError, match="more than --max-active-adapters 1"):
         limited_to_one.adapters.admission.acquire(1, ["a", "b"])
@@ -296,12 +296,12 @@ def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
     one = join(controller)
     controller.adapters.changes.set_pinned(controller.adapters.listings.get("a").record, True)
     until(lambda: shard.memory.active == {1}, "it stays")
-    assert controller.clients.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
-    assert "4 are needed" in controller.clients.acquire(one, ["c"], 2)[1].reason.replace(" B", "")
+    assert controller.requests.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
+    assert "4 are needed" in controller.requests.acquire(one, ["c"], 2)[1].reason.replace(" B", "")
     with pytest.raises(AdapterLoadError, match=r"8 bytes are needed together .* of which 4 are pinned"):
-        controller.clients.acquire(one, ["b", "c"], 3)
+        controller.requests.acquire(one, ["b", "c"], 3)
     controller.adapters.rollout.unpin("a")
-    assert controller.clients.acquire(one, ["c"], 2)[1] is None
+    assert controller.requests.acquire(one, ["c"], 2)[1] is None
 
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2)

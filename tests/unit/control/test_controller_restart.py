@@ -51,9 +51,9 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
     assert states == {"law": "loading", "old": "draining"}
     assert controller.clients.heartbeat(proof), "the client is asked what it holds"
     assert controller.clients.leases.serving("base") == "engine"
-    controller.clients.restore(proof, [4])
+    controller.requests.restore(proof, [4])
     assert controller.adapters.listings.get("law").record.handle == 5
-    controller.clients.release(proof, [4])
+    controller.requests.release(proof, [4])
     assert [one.record.name for one in controller.adapters.listings.all()] == ["law"], "what drained is gone"
     assert [command.drop for command in drained(first) if command.HasField("drop")] == [4]
     assert controller.clients.leases.grant("new").client == 4, "ids are not used twice"

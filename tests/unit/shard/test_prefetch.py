@@ -40,7 +40,7 @@ def rig():
     shard = Told(controller)
     shard.lives()
     lease, _ = controller.clients.join("an engine")
-    controller.clients.acquire(lease.proof, ["law", "art"])
+    controller.requests.acquire(lease.proof, ["law", "art"])
     yield controller.clients, shard, lease
     shard.close()
 
@@ -71,14 +71,15 @@ def test_only_a_client_that_proves_its_lease_is_heard(rig):
 
 def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
     clients, shard, lease = rig
+    requests = shard.controller.requests
     ignored, asked = clients.prefetches.ignored, lease.proof
     with capture_logs() as lines:
-        clients.prefetch(asked, dict.fromkeys(range(MAX_PREFETCHED + 1), 0))
+        requests.prefetch(asked, dict.fromkeys(range(MAX_PREFETCHED + 1), 0))
         assert ignored["too much"] == 1 and shard.prefetches == []
-        clients.prefetch(asked, {7: 0, 3: 2**61, 99: 0, 5: 7})
+        requests.prefetch(asked, {7: 0, 3: 2**61, 99: 0, 5: 7})
         began = time.monotonic()
         for _ in range(1000):
-            clients.prefetch(asked, {3: 0})
+            requests.prefetch(asked, {3: 0})
     most = 2 + (time.monotonic() - began) / Timings.prefetch_gap
     until(lambda: shard.prefetches, "the first", 60)
     assert shard.prefetches[0] == (lease.client, [(5, 7), (3, MAX_AHEAD_US)])
@@ -89,17 +90,18 @@ def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
 def test_announced_adapters_are_spaced_and_those_that_are_released_are_needed_no_more(rig):
     """Whatever it says: one that announced 399 as needed at once went before all that others announced later."""
     clients, shard, lease = rig
-    clients.prefetch(lease.proof, {3: 0, 5: 0})
+    requests = shard.controller.requests
+    requests.prefetch(lease.proof, {3: 0, 5: 0})
     until(lambda: shard.prefetches, "the first", 60)
     assert shard.prefetches == [(lease.client, [(3, 0), (5, SPACING_US)])]
-    clients.release(lease.proof, [3])
-    clients.release(lease.proof, [5])
+    requests.release(lease.proof, [3])
+    requests.release(lease.proof, [5])
     until(lambda: len(shard.prefetches) == 2, "the second", 60)
     assert shard.prefetches[1] == (lease.client, [])
     clients.leave(lease.proof)
     clients.prefetches._quiet_until.clear()  # it was quiet for long enough
     with pytest.raises(LeaseError):
-        clients.prefetch(lease.proof, {3: 0})
+        requests.prefetch(lease.proof, {3: 0})
     clients.prefetches.receive(lease.proof, {3: 0})  # it left in between
     assert not clients.prefetches._announced
 
