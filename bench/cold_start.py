@@ -28,7 +28,7 @@ from bench import harness
 from bench.memory_client import Caller
 from lora_server import spec
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 LAYERS, LAYER_SECONDS, ADAPTERS, ROOM = 32, 0.02, 6, 2
 GEOMETRY = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 256}

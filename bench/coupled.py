@@ -22,7 +22,7 @@ import torch
 from bench import harness
 from client_connector.transformers import attach
 from lora_server import logs, spec
-from lora_server.daemon.inproc import InprocServer
+from lora_server.demo.inproc import InprocServer
 
 NUM_SEQUENCES, NUM_ADAPTERS, RANKS, PROMPT = 32, 16, (8, 16, 32, 64), 8
 TOY: dict[str, Any] = {}

@@ -35,7 +35,7 @@ from lora_server.memory.on_cpu import CpuTier
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 GEOMETRIES = {
     "mixtral": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_local_experts": 8},

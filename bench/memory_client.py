@@ -25,7 +25,7 @@ from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.adapters import open_adapter
 from lora_server.errors import LoraServerError
 from lora_server.spec import ModelSpec, Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 TOLERANCE = 1e-4  # of the largest value of a step, in float32
 

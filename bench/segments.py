@@ -40,10 +40,10 @@ from lora_server.shard.compute import DeviceCompute
 from lora_server.spec import PRESETS, ModelSpec, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.session import Held, Terms
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.terms import Held, Terms
 
 TOKENS, DTYPE, LAYOUT = 256, torch.bfloat16, Layout(1, 1)
 NAMES = ("mixtral-8x7b", "qwen3-30b-a3b")

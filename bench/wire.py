@@ -31,8 +31,8 @@ from kernels_cuda import cpu
 from kernels_cuda.ops import Step
 from lora_server import logs, spec
 from lora_server.daemon import backends
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
+from lora_server.demo.inproc import InprocServer
 from lora_server.placement import Placement
 from lora_server.shard.compute import HostCompute
 from lora_server.shard.request import Request

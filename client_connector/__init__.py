@@ -7,6 +7,7 @@ reconnect     while a server is away            prefetch     signals before a fi
 routing       rows -> messages                  packing      messages <-> slots
 routed        rows -> messages on a device
 alora         where an activated LoRA begins    geometry     the same base model at both ends
-forward_pass  an engine's model at work
+forward_pass  an engine's model at work         session      what a client has after joining
+connect       which backend reaches a shard
 serving/      what every serving engine needs   transformers/ vllm/   their hooks
 """

@@ -18,9 +18,10 @@ from client_connector.exchange import Exchange, Lane, StepTimes
 from client_connector.packing import Activations, HostPacker, M, Packer
 from client_connector.reconnect import while_away
 from client_connector.routing import in_step, probe_messages
+from client_connector.session import Server, Session
 from lora_server import __version__, telemetry
 from lora_server.errors import GeometryMismatchError, LoraServerError
-from lora_server.transport.session import Held, Server, Session, Terms
+from lora_server.wire.terms import Held, Terms
 
 TIMEOUT_SECONDS = 30.0
 

@@ -21,7 +21,7 @@ from client_connector.routed import RoutedPacker, chunks_of, fits
 from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.errors import LoraServerError
 from lora_server.spec import Site
-from lora_server.transport.session import Terms
+from lora_server.wire.terms import Terms
 
 
 class ForwardPass:

@@ -11,13 +11,13 @@ from typing import Any
 
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.timings import Timings
-from lora_server.transport.session import Proof
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.proofs import sign
 from lora_server.wire.rpc import call, open_channel
+from lora_server.wire.terms import Proof
 
 MIN_SECONDS = 0.05
 

@@ -20,9 +20,9 @@ from client_connector.routing import Message
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Link
-from lora_server.transport.session import Terms
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
+from lora_server.wire.terms import Terms
 
 # runs (begin, end) of the whole model's columns
 Columns = tuple[tuple[int, int], ...]

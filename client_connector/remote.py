@@ -13,9 +13,19 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
+from client_connector.connect import (
+    agreed_wire,
+    check_transport,
+    check_wire,
+    connect,
+    connect_world,
+    place_in_world,
+    tell_far,
+)
 from client_connector.lease import Holdings, LeaseCalls
 from client_connector.prefetch import PrefetchSender
 from client_connector.reconnect import while_away
+from client_connector.session import Server, Session
 from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
@@ -29,21 +39,12 @@ from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
-from lora_server.transport.connect import (
-    agreed_wire,
-    check_transport,
-    check_wire,
-    connect,
-    connect_world,
-    place_in_world,
-    tell_far,
-)
-from lora_server.transport.session import MAX_PREFETCHED, Held, Proof, Server, Session, Terms
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
 from lora_server.wire.proofs import lend
+from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
 
 JOIN_SECONDS = 30.0
 

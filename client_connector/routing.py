@@ -20,7 +20,7 @@ import torch
 
 from lora_server.placement import Placement
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 Ints = npt.NDArray[np.int32]
 

@@ -12,13 +12,13 @@ import typer
 from pydantic.fields import FieldInfo
 
 from client_connector import transformers
+from client_connector.connect import TRANSPORTS, WIRES
 from client_connector.serving.settings import BASE_MODEL, ENVIRONMENT, ERROR, Settings
 from client_connector.serving.tenants import TENANT_HEADER
 from lora_server import cli as server
 from lora_server.config import ServeConfig
 from lora_server.config.groups import GROUPS
 from lora_server.flags import default_of, metavar_of
-from lora_server.transport.connect import TRANSPORTS, WIRES
 from lora_server.wire.credentials import TLS_CA, TLS_CERT, TLS_KEY, TLS_NAME, TOKEN, TOKEN_FILE
 from provisioning import cli as provision
 

@@ -15,7 +15,7 @@ from client_connector.serving.request_state import Action, Event, FailurePolicy,
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 
 class RequestDriver:

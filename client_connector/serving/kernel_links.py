@@ -14,9 +14,9 @@ from lora_server.device.client.captured import Captured
 from lora_server.device.client.link import KernelLink
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.session import Terms
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
+from lora_server.wire.terms import Terms
 
 
 class KernelLinks:

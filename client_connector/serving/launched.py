@@ -36,7 +36,7 @@ from lora_server.device.client.captured import CapturedSite
 from lora_server.errors import AdapterError, ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.timings import Timings
-from lora_server.transport.session import Terms
+from lora_server.wire.terms import Terms
 
 DTYPES = (torch.bfloat16, torch.float16)
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ from lora_server.errors import (
     ServerUnavailableError,
     StepError,
 )
-from lora_server.transport.session import Held, Proof
+from lora_server.wire.terms import Held, Proof
 
 PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carries a StepPlan
 FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request

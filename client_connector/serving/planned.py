@@ -17,9 +17,10 @@ from client_connector.reconnect import Reconnector
 from client_connector.routing import Batch
 from client_connector.serving.plan import NO_PLAN, Failure, StepPlan
 from client_connector.serving.sites import HostSites, PassFailures, SiteSteps
+from client_connector.session import Session
 from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.timings import Timings
-from lora_server.transport.session import Held, Proof, Session
+from lora_server.wire.terms import Held, Proof
 
 MakeSites = Callable[[Client, PassFailures], SiteSteps]
 

@@ -12,7 +12,7 @@ from client_connector.remote import RemoteSession
 from client_connector.serving.request_state import Phase, RequestState
 from lora_server.errors import LoraServerError
 from lora_server.timings import DEFAULTS, Timings
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 
 class AdmissionTicket(NamedTuple):

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from client_connector.serving.plan import RETRY, Failure
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 MAX_RETRIED_STEPS = 3  # of one request
 

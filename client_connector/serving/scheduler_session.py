@@ -15,7 +15,7 @@ from client_connector.remote import QueuedAnswer, RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
 from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 CHECK_SECONDS = 1.0  # for a server to say whether a lease is good
 log = structlog.get_logger()

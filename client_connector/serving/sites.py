@@ -28,7 +28,7 @@ from client_connector.serving.plan import RETRY, Assigned, Failure
 from lora_server.errors import AdapterError, LoraServerError
 from lora_server.logs import Repeats
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 Part = tuple[torch.Tensor, int]  # columns of an engine's result, and the first of the answer's that belong there
 log = structlog.get_logger()

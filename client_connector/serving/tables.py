@@ -15,7 +15,7 @@ from client_connector.routing import Batch
 from kernels_cuda.routing import DIRECTORY_INTS
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 NOBODY = -1  # of a row without an adapter
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from client_connector.client import Client
 from client_connector.serving.request_state import Event, RequestState
+from client_connector.session import Session
 from lora_server.errors import LeaseError
-from lora_server.transport.session import Held, Session
+from lora_server.wire.terms import Held
 
 
 class BlockAdapters:

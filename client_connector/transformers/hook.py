@@ -71,7 +71,7 @@ class Attachment:
             with lora.adapters(["law", None, "code"]):      # one name per sequence; None = base model
                 model.generate(input_ids, ...)
 
-    server: HOST:PORT, or anything with `join()` (transport.session.Server). `wire`: any, or the one
+    server: HOST:PORT, or anything with `join()` (client_connector.session.Server). `wire`: any, or the one
     that it must have. `token`: what the server is shown; without it, what
     LORA_SERVER_TOKEN or LORA_SERVER_TOKEN_FILE says.
     Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat

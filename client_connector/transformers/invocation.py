@@ -11,7 +11,7 @@ import torch
 from client_connector.alora import invocation_start, tokens_of
 from lora_server.errors import ConfigError
 from lora_server.spec import Invocation
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 log = structlog.get_logger()
 

@@ -18,8 +18,8 @@ from lora_server.control.prefetch import Prefetches
 from lora_server.control.start import RESTARTED, StartState
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import Proof
 
 MAX_WAITERS = 64  # clients that wait for a place on a thread of ours
 log = structlog.get_logger()

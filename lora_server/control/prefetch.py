@@ -17,8 +17,8 @@ from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardTable
 from lora_server.logs import Repeats
 from lora_server.timings import Timings
-from lora_server.transport.session import MAX_PREFETCHED, Proof
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import MAX_PREFETCHED, Proof
 
 MAX_AHEAD_US = 60_000_000  # what is expected later counts as expected then
 SPACING_US = 50_000  # each counts as expected so much later than the one before it: others' first ones go between

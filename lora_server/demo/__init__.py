@@ -5,5 +5,5 @@ launch   servers and engines as child processes           engine   one engine pr
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
 files    adapters in every layout on disk                 oracle   what they must do to a model
 serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a child
-children what ends with its parent
+children what ends with its parent                  inproc   shards inside the caller's own process
 """

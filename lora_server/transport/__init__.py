@@ -1,7 +1,6 @@
 """Moving slots between a client and a shard by a host: one interface, several backends. On a GPU: lora_server.device.
 
-base      Link, Connection, Port            session   what a client has after joining
-connect   which backend a client uses       mapping   memory that can be given up at once
+base      Link, Connection, Port            mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
           (shm_listener: the shard's side; bells: who pushed; slack: memory that goes back)
 tcp       across hosts (tcp_listener: the   address   binding sockets

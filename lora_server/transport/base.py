@@ -126,7 +126,7 @@ class Link(End, ABC):
 class Connection(End, ABC):
     """A shard's end of one client's region."""
 
-    transport: str  # as transport.connect names it, or tls: tcp that is encrypted
+    transport: str  # as a client asks for it, or tls: tcp that is encrypted
     client: int
     epoch: int
     tenant: str = ""  # as in its grant, and

@@ -5,4 +5,5 @@ messages  handshakes, orders, prefetches (msgpack)              rpc      calling
 host      which host this is                              plain    messages as JSON says them
 listing   pages of lists                                        credentials  what a caller shows
 bounds    how large the fields of a request may be              proofs       of secrets that are not sent
+terms     what a client proves, agrees on and holds
 """

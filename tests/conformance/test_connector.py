@@ -13,9 +13,9 @@ from client_connector.routing import Batch
 from client_connector.transformers import attach
 from client_connector.transformers.experts import OnDevice, OnHost
 from lora_server import __version__
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
+from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
 from lora_server.spec import Site, from_config
 from tests.support.workload import NEW_TOKENS, workload

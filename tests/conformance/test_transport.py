@@ -15,12 +15,12 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from client_connector.connect import connect, tell_far, why_far
 from lora_server.access.certificate import shard_certificate
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
 from lora_server.timings import Timings
 from lora_server.transport.address import parse
 from lora_server.transport.base import Grant, Port
-from lora_server.transport.connect import connect, tell_far, why_far
 from lora_server.transport.frames import HEADER
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener

@@ -14,11 +14,11 @@ from client_connector.packing import Activations, HostPacker
 from client_connector.routing import Batch, in_step, route_dense, route_experts
 from client_connector.serving.tables import NOBODY, StepTables
 from lora_server.adapters import open_adapter
-from lora_server.daemon.inproc import InprocServer
+from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError
 from lora_server.placement import share
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 from tests.support.workload import spec_of
 
 SITE = Site(2, "gate_up")

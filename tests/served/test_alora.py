@@ -11,9 +11,9 @@ from client_connector.alora import invocation_start
 from client_connector.transformers import attach
 from lora_server import spec
 from lora_server.adapters import open_adapter
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
+from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError
 from tests.support import alora
 from tests.support.workload import NEW_TOKENS

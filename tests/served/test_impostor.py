@@ -28,13 +28,13 @@ from lora_server.errors import (
     UnknownAdapterError,
 )
 from lora_server.timings import Timings
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire import proofs
 from lora_server.wire.credentials import AUTHORIZATION, CODE_KEY, Credentials
 from lora_server.wire.proofs import ANSWER_KEY, sign_call
 from lora_server.wire.rpc import call, open_channel, status_of
+from lora_server.wire.terms import Proof
 from tests.support.controllers import make_controller, registration
 from tests.support.gated import Gated
 from tests.support.serving import HANG_SECONDS, until

@@ -2,9 +2,9 @@
 
 import itertools
 
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import lend, sign
+from lora_server.wire.terms import Proof
 
 _COUNT = itertools.count(1)
 

@@ -33,7 +33,7 @@ from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.spec import ModelSpec, Site
-from lora_server.transport.session import Terms
+from lora_server.wire.terms import Terms
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}

@@ -12,9 +12,9 @@ from typing import Any
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError, LimitError
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import Counts, is_signed
+from lora_server.wire.terms import Proof
 
 
 @dataclass

@@ -17,9 +17,9 @@ from lora_server.control.reports.status import status
 from lora_server.control.rpc.scope import Scopes, cut_adapter, cut_page, cut_status
 from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError
 from lora_server.spec import PROJECTIONS
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import lend
+from lora_server.wire.terms import Proof
 
 MAX_WAIT_SECONDS = 600.0
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_server.daemon.inproc import InprocServer
+from lora_server.demo.inproc import InprocServer
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import DeviceMemory, Link
 from lora_server.transport.shm_listener import ShmListener

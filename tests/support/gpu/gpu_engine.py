@@ -39,7 +39,7 @@ from lora_server import logs
 from lora_server.errors import LoraServerError, ShardUnavailableError
 from lora_server.placement import Placement
 from lora_server.spec import Site
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 from tests.support.gpu import emulated_gpu, emulated_world
 from tests.support.gpu.gpu_graph import Graph
 from tests.support.gpu.gpu_steps import SITE, Steps

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from client_connector.packing import code_of
+from client_connector.session import Session
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.session import Session
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 

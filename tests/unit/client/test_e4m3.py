@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from client_connector.connect import agreed_wire, check_wire
 from client_connector.transformers import attach
 from kernels_cuda import reference
 from kernels_cuda.ops import Step
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import pad
+from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.spec import from_config
 from lora_server.transport import e4m3
-from lora_server.transport.connect import agreed_wire, check_wire
 from lora_server.transport.rows import TORCH_DTYPES
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader

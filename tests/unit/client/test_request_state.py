@@ -16,7 +16,7 @@ from client_connector.serving.request_state import (
     Phase,
     RequestState,
 )
-from lora_server.transport.session import Held
+from lora_server.wire.terms import Held
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 LAW, CODE = Held("law", 7, frozenset(), "v1"), Held("code", 8, frozenset(), "v2")

@@ -26,7 +26,7 @@ from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
 from lora_server import errors
 from lora_server.adapters import open_adapter
-from lora_server.daemon.inproc import InprocServer
+from lora_server.demo.inproc import InprocServer
 from lora_server.demo.serve_vllm import engine_environment
 from lora_server.errors import ConfigError
 from lora_server.spec import Site

@@ -10,8 +10,8 @@ from lora_server.control.adapters.refusals import RefusedAdapter, RefusedAdapter
 from lora_server.control.members.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapterError
-from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import Proof
 from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, moved, registration
 from tests.support.killed_controller import part_of
 from tests.support.restarts import SECONDS, Killed, Server, dies

@@ -11,10 +11,10 @@ from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import LeaseError
 from lora_server.timings import Timings
-from lora_server.transport.session import MAX_PREFETCHED, Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
+from lora_server.wire.terms import MAX_PREFETCHED, Proof
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import until
 from tests.support.signed import signed

@@ -11,14 +11,13 @@ import structlog
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
-from lora_server.transport.session import Terms
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
-from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import Wire
+from lora_server.wire.terms import Terms
 
 log = structlog.get_logger()
 WIRES = ("any", *get_args(Wire))
@@ -128,13 +127,9 @@ def place_in_world(device: str) -> pb.Place:
 
     Raises ConfigError that names what this machine lacks.
     """
-    import torch
+    from lora_server.device.client import links
 
-    from lora_server.device.nvshmem.opened import world_gpu_of
-    from lora_server.device.nvshmem.world import entered
-
-    world_gpu_of(torch.device(device))
-    return entered.place
+    return links.place_in_world(device)
 
 
 def connect_world(place: pb.Place, terms: Terms, device: str, is_served: Callable[[], bool]) -> list[Link]:
@@ -142,16 +137,9 @@ def connect_world(place: pb.Place, terms: Terms, device: str, is_served: Callabl
 
     Raises WorldError.
     """
-    import torch
+    from lora_server.device.client import links
 
-    from lora_server.device.client.world_link import WorldLink
-    from lora_server.device.nvshmem.opened import world_gpu_of
-    from lora_server.device.nvshmem.world import World, entered
-
-    layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, terms.wire)
-    shards = terms.layout.num_shards
-    world = entered.enter(World(world_gpu_of(torch.device(device)), place, shards, layout))
-    return [WorldLink(world, terms.client, terms.epoch, shard, is_served) for shard in range(shards)]
+    return links.open_world(place, terms, device, is_served)
 
 
 def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
@@ -159,24 +147,17 @@ def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
     far = why_far(endpoint)
     if far:
         raise ConfigError(f"transport gpu: shard {endpoint.shard} is {far}; expected it on this host; use auto")
-    import torch
+    from lora_server.device.client import links
 
-    from lora_server.device.client.link import GpuLink
-    from lora_server.device.protocol.opened import gpu_of
-
-    return GpuLink(endpoint.shm, hello, endpoint.shard, gpu_of(torch.device(device)))
+    return links.open_gpu(endpoint.shm, hello, endpoint.shard, device)
 
 
 def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:
     """Imported only where it is used: it needs CuPy."""
     try:
-        import torch
+        from lora_server.device.client import links
 
-        from lora_server.device.client.cuda_ipc import IpcLink
-
-        index = torch.device(device).index
-        gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return IpcLink(endpoint.shm, hello, endpoint.shard, gpu, twin)
+        return links.open_cuda_ipc(endpoint.shm, hello, endpoint.shard, device, twin)
     except LoraServerError:
         raise
     except Exception as error:  # no CuPy, one that is too old, a driver that refuses: there are many ways

@@ -1,62 +1,17 @@
 """The session of a client that has joined: links to the shards, and handles for names.
 
 Implementations: gRPC to a running server (client_connector.remote), and shards inside the own
-process (lora_server.daemon.inproc).
+process (lora_server.demo.inproc).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from lora_server.placement import Layout, Placement
-from lora_server.spec import Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
-from lora_server.wire.slot import Wire
-
-MAX_PREFETCHED = 256  # adapters that one client may announce at a time
-
-
-class Proof(NamedTuple):
-    """A client's credentials, which sign every call."""
-
-    client: int
-    epoch: int
-    key: bytes
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The agreement of client and server. `max_step_rows` bounds the entries of one message."""
-
-    client: int
-    epoch: int
-    spec: ModelSpec
-    layout: Layout
-    coordination: str
-    max_step_rows: int
-    server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
-    hidden_adapters: tuple[str, ...] = ()  # have a name under which the client answers from its base model
-    num_adapters: int = 0  # of the server when this was agreed
-    wire: Wire = "exact"
-
-    @property
-    def placement(self) -> Placement:
-        """The owner of each site and expert."""
-        return Placement(self.spec, self.layout)
-
-
-@dataclass(frozen=True)
-class Held:
-    """An adapter that the session holds; it is not removed before it is released."""
-
-    name: str
-    handle: int
-    sites: frozenset[Site]
-    version: str = ""
-    invocation: Invocation | None = None
+from lora_server.wire.terms import Held, Proof, Terms
 
 
 class Session(ABC):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from client_connector.session import Server, Session
 from lora_server.adapters import validate_adapter
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend
@@ -21,10 +22,10 @@ from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import Wire
+from lora_server.wire.terms import Held, Proof, Terms
 
 LOAD_SECONDS = 600.0
 
