@@ -1,7 +1,7 @@
-"""What a server keeps for good, whoever dies: in a file of SQLite, or in a PostgreSQL that several servers share.
+"""The registry: the state that outlives every process, in an SQLite file or in a PostgreSQL that servers share.
 
-database   where it is, its schema, transactions
-drains     what goes, and until when
-attempts   updates that did not come to their end
-versions   what names mean, and meant before; what adapters of a directory were
+database   the connection, its schema, transactions
+drains     adapters and servers that drain, and the adapters' deadlines
+attempts   updates that failed, or did not end
+versions   versions of adapters by name, earlier ones too; adapters of a directory as they were read
 """

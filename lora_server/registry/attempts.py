@@ -1,4 +1,4 @@
-"""Updates that did not come to their end, and why: also that of a controller that was killed in it."""
+"""Updates that failed or did not end, and why; an update is recorded also if its controller is killed during it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ attempts = Table(
 
 
 def forget(connection: Connection, name: str) -> None:
-    """In a transaction that changes what the name means."""
+    """Remove a name's failed update, in a transaction that changes the name's version."""
     connection.execute(delete(attempts).where(attempts.c.name == name))
 
 
 class Attempts:
-    """Thread-safe. Everything raises ServerUnavailableError where the database is not reached."""
+    """The failed updates, by adapter name. Thread-safe. All methods raise ServerUnavailableError if the database is
+    unreachable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def all(self) -> dict[str, str]:
-        """Why, by name."""
+        """Return why each adapter's last update failed, by name."""
         query = select(attempts.c.name, attempts.c.why)
         return self._database.read(lambda connection: {row[0]: row[1] for row in connection.execute(query)})
 
     def keep(self, name: str, why: str) -> None:
-        """Of the last one."""
+        """Store why an adapter's update failed, in place of an earlier reason."""
 
         def work(connection: Connection) -> None:
             forget(connection, name)
@@ -40,5 +41,5 @@ class Attempts:
         self._database.write(work)
 
     def forget(self, name: str) -> None:
-        """It came to its end, or there is nothing to update any more."""
+        """Remove an adapter's reason: an update succeeded, or the adapter is gone."""
         self._database.write(lambda connection: forget(connection, name))

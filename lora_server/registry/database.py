@@ -1,7 +1,7 @@
-"""The database of a server: one file of SQLite, or a PostgreSQL. Every table stands in `metadata`, whose ever it is.
+"""The database of a server: an SQLite file, or a PostgreSQL. `metadata` has the tables of all modules.
 
-A transaction is short, and is done again where the database was busy or away, within a deadline: so its `work` may run
-more than once, and does nothing but ask the database.
+A transaction is short. It is retried until a deadline while the database is busy or unreachable, so its `work` may run
+more than once and must have no effect outside the database.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ counters = Table(
 
 
 def count(connection: Connection, name: str, by: int = 1) -> int:
-    """What a counter says after it went up. Until the transaction ends, who counts the same waits."""
+    """Add to a counter and return its new value. Other transactions that count the same wait until this one ends."""
     changed = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
     value = connection.execute(changed.returning(counters.c.value)).scalar()
     if value is None:
@@ -68,20 +68,20 @@ def count(connection: Connection, name: str, by: int = 1) -> int:
 
 
 def counted(connection: Connection, name: str) -> int:
-    """What a counter says."""
+    """Return a counter's value; 0 if it does not exist."""
     return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar() or 0)
 
 
 def url_of(config: ProcessConfig) -> str:
-    """Of --registry; without, a file in --data-dir, or in a directory that goes with the server."""
+    """Return the URL of --registry; without it, of a file in --data-dir or in the temporary run directory."""
     return config.registry or f"sqlite:///{(config.data_dir or config.run_dir).resolve() / FILE}"
 
 
 class Database:
-    """Thread-safe; any number of processes may have the same one open."""
+    """A connection pool that runs transactions. Thread-safe; any number of processes may open the same database."""
 
     def __init__(self, url: str, timings: Timings = DEFAULTS) -> None:
-        """Makes what is not there yet. Raises ConfigError for what cannot be opened, or is of a newer server."""
+        """Create missing tables. Raises ConfigError if the database cannot be opened, or is of a newer release."""
         parsed, self._stopping, self._seconds = _parsed(url), threading.Event(), timings.database
         self.check: Work[object] = lambda connection: None  # begins every write; raises where this process may not
         self.shown = parsed.render_as_string(hide_password=True)
@@ -114,12 +114,14 @@ class Database:
             )
 
     def read(self, work: Work[T]) -> T:
-        """One transaction that changes nothing. Raises ServerUnavailableError."""
+        """Run `work` in a read-only transaction and return its result. Raises ServerUnavailableError."""
         return self._transact(work, self._seconds, writes=False)
 
     def write(self, work: Work[T], seconds: float | None = None) -> T:
-        """One transaction; it is on the disk when this returns. Raises ServerUnavailableError: then nothing was
-        changed, unless the connection was lost while it was told."""
+        """Run `work` in a transaction and return its result; the changes are on the disk then.
+
+        Raises ServerUnavailableError. Nothing was changed then, unless the connection broke during the commit.
+        """
 
         def checked(connection: Connection) -> T:
             self.check(connection)
@@ -128,7 +130,7 @@ class Database:
         return self._transact(checked, self._seconds if seconds is None else seconds, writes=True)
 
     def close(self) -> None:
-        """Waits for nobody; who waits for the database gives up."""
+        """Close the pool without waiting; transactions that wait to be retried give up."""
         self._stopping.set()
         self._engine.dispose()
 
@@ -178,7 +180,8 @@ class Database:
     def _cure(self) -> str:
         if self.shared:
             return (
-                "expected postgresql://USER@HOST/DATABASE of a server that runs, and a user who may create tables there"
+                "expected postgresql://USER@HOST/DATABASE of a running server, and a user that has the right to create "
+                "tables there"
             )
         return "expected a file of SQLite: move it away to begin anew, or give --data-dir another directory"
 
@@ -205,7 +208,8 @@ def _options(shared: bool, seconds: float) -> dict[str, Any]:
 
 
 def _set_up(connection: sqlite3.Connection, _: object) -> None:
-    """Of SQLite: we begin transactions ourselves, so that none begins as a reader's and fails when it writes."""
+    """Configure an SQLite connection. Transactions are begun explicitly (`_begin`), so that none starts as a reader and
+    fails at its first write."""
     connection.isolation_level = None
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
@@ -222,7 +226,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same transaction may succeed later; a file that is no database never does."""
+    """Return whether the same transaction may succeed later. Errors of a file that is no database are permanent."""
     if not isinstance(error, sql.DBAPIError):
         return False
     if isinstance(error.orig, sqlite3.Error):
@@ -231,12 +235,12 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _told(error: BaseException | None) -> str:
-    """What a driver says, on one line."""
+    """Return a driver's message on one line."""
     original = getattr(error, "orig", None) or getattr(error, "__cause__", None) or error
     original = getattr(original, "orig", None) or original
     return " ".join(str(original).split())[:300]
 
 
 def database_of(config: ProcessConfig) -> Database:
-    """A controller's. Raises ConfigError."""
+    """Open a controller's database. Raises ConfigError."""
     return Database(url_of(config), config.timings)

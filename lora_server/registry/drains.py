@@ -1,4 +1,4 @@
-"""What drains, and until when, so that a controller that is killed meanwhile has a successor who knows it."""
+"""Drains: adapters that drain, with their deadlines, and drained servers. A controller's successor continues them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sqlalchemy import BigInteger, Column, Connection, Float, String, Table, del
 
 from lora_server.registry.database import Database, metadata
 
-KEPT_SECONDS = 30 * 86400.0  # of what nobody took back
+KEPT_SECONDS = 30 * 86400.0  # until an entry that was never removed is deleted
 
 deadlines = Table(
     "deadlines",
@@ -20,19 +20,20 @@ deadlines = Table(
 drained = Table(
     "drained",
     metadata,
-    Column("run", String(64), primary_key=True),  # a server that is started anew has another
+    Column("run", String(64), primary_key=True),  # a new server has a new run
     Column("since", Float, nullable=False),
 )
 
 
 class Drains:
-    """Thread-safe. Everything raises ServerUnavailableError where the database is not reached."""
+    """Deadlines of draining adapters, and drained servers. Thread-safe. All methods raise ServerUnavailableError if the
+    database is unreachable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def cut_off(self, handle: int, seconds: float) -> None:
-        """An adapter is about to drain; in so long whoever holds it still is cut off."""
+        """Store that an adapter drains: its remaining holders are cut off after `seconds`."""
         now = time.time()
 
         def work(connection: Connection) -> None:
@@ -43,12 +44,12 @@ class Drains:
         self._database.write(work)
 
     def deadlines(self) -> dict[int, float]:
-        """By handle, in seconds since 1970; of one that does not drain after all it means nothing."""
+        """Return the deadlines by handle, in seconds since 1970. Ignore those of handles that do not drain."""
         query = select(deadlines.c.handle, deadlines.c.until)
         return self._database.read(lambda connection: {row[0]: row[1] for row in connection.execute(query)})
 
     def drain(self, run: str) -> None:
-        """This server admits nobody any more."""
+        """Store that the server of this run is drained."""
         now = time.time()
 
         def work(connection: Connection) -> None:
@@ -59,9 +60,9 @@ class Drains:
         self._database.write(work)
 
     def resume(self, run: str) -> None:
-        """It does again."""
+        """Remove the drain of the server of this run."""
         self._database.write(lambda connection: connection.execute(delete(drained).where(drained.c.run == run)))
 
     def drained(self) -> set[str]:
-        """Servers that admit nobody."""
+        """Return the runs of the drained servers."""
         return self._database.read(lambda connection: set(connection.execute(select(drained.c.run)).scalars()))

@@ -1,6 +1,6 @@
-"""Which adapters were added by name, in which version, and what their names meant before; what a directory's were.
+"""The ledger: versions of adapters that were added by name, present and earlier, and records of directories' adapters.
 
-A row outlives every process. A handle is given once, whichever server asks and whatever was restarted.
+Rows outlive every process. A handle is given out once, across all servers and restarts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lora_server.registry.attempts import Attempts, forget
 from lora_server.registry.database import Database, count, counted, counters, metadata
 from lora_server.registry.drains import Drains
 
-HANDLES = 64  # taken at a time; those that a killed server had left are nobody's
+HANDLES = 64  # taken at a time; those that a killed server had left over are never used
 EARLIER = 8  # versions of a name that are kept to go back to
 CHANGES = "changes"
 
@@ -42,7 +42,7 @@ versions = Table(
     Column("handle", BigInteger, primary_key=True, autoincrement=False),
     Column("name", String(200), nullable=False, index=True),
     Column("version", String(64), nullable=False),
-    Column("listed", Boolean, nullable=False),  # the name means it; otherwise it did so earlier
+    Column("listed", Boolean, nullable=False),  # it is the name's present version; otherwise an earlier one
     Column("pinned", Boolean, nullable=False),
     Column("changed", BigInteger, nullable=False),  # the higher, the later
     Column("added", Float, nullable=False),  # seconds since 1970
@@ -74,7 +74,7 @@ class Version(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What an adapter of a directory was when it was read, and its files had this stamp."""
+    """The record that was made of a directory's adapter when its files had this stamp."""
 
     uri: str
     stamp: str
@@ -83,7 +83,8 @@ class Seen(NamedTuple):
 
 
 class Ledger:
-    """Thread-safe. Everything raises ServerUnavailableError where the database is not reached."""
+    """The rows of versions and of directories' adapters. Thread-safe. All methods raise ServerUnavailableError if the
+    database is unreachable."""
 
     def __init__(self, database: Database, model: str) -> None:
         """Give the database this base model, which every later write checks. Raises ConfigError where it has another.
@@ -109,19 +110,19 @@ class Ledger:
     # -- what there is
 
     def changes(self) -> int:
-        """It goes up with every change, whoever makes it."""
+        """Return the count of changes, which every server's changes increase."""
         return self._database.read(lambda connection: counted(connection, CHANGES))
 
     def listed(self) -> list[Version]:
-        """All that names mean."""
+        """Return the present version of every name."""
         return self._select(versions.c.listed)
 
     def of(self, name: str) -> list[Version]:
-        """Of one name: what it means, then what it meant before, the last first."""
+        """Return a name's versions: the present one, then earlier ones, the latest first."""
         return self._select(versions.c.name == name)
 
     def all(self) -> list[Version]:
-        """Earlier ones too."""
+        """Return all versions, earlier ones too."""
         return self._select(versions.c.handle > 0)
 
     def _select(self, condition: ColumnElement[bool]) -> list[Version]:
@@ -132,7 +133,7 @@ class Ledger:
     # -- changes
 
     def take_handles(self, above: int = 0) -> range:
-        """Some that nobody else ever gets, higher than `above`."""
+        """Reserve HANDLES handles higher than `above`, which no other caller ever gets."""
 
         def work(connection: Connection) -> range:
             first = max(count(connection, "handles", 0), above)
@@ -142,9 +143,9 @@ class Ledger:
         return self._database.write(work)
 
     def list(self, new: Version, earlier: Version | None = None) -> None:
-        """The name means it from now on, and `earlier` no more; None: it meant nothing.
+        """Make a version its name's present one, in place of `earlier`; None: the name is new.
 
-        Raises AdapterExistsError where it means something else by now.
+        Raises AdapterExistsError if another version is the present one by now.
         """
 
         def work(connection: Connection) -> None:
@@ -155,7 +156,7 @@ class Ledger:
             if found == new.handle:  # the answer to an earlier try was lost
                 return
             if found is not None and (earlier is None or found != earlier.handle):
-                raise AdapterExistsError(f"adapter {new.name!r}: was changed meanwhile by somebody else; try again")
+                raise AdapterExistsError(f"adapter {new.name!r}: was changed by another call meanwhile; try again")
             if earlier is not None:
                 connection.execute(delete(versions).where(versions.c.handle == earlier.handle))
                 _insert(connection, earlier._replace(listed=False, pinned=False), changed)
@@ -168,7 +169,7 @@ class Ledger:
         self._database.write(work)
 
     def rewrite(self, same: Version) -> None:
-        """Something about a listed version is told otherwise: pinned, or where its files are."""
+        """Update the pin and the record of a listed version, for example after its files moved."""
 
         def work(connection: Connection) -> None:
             values = {"pinned": same.pinned, "record": same.record, "changed": count(connection, CHANGES)}
@@ -177,7 +178,7 @@ class Ledger:
         self._database.write(work)
 
     def remove(self, name: str) -> None:
-        """With all that it meant before."""
+        """Remove a name with all its versions."""
 
         def work(connection: Connection) -> None:
             count(connection, CHANGES)
@@ -189,18 +190,18 @@ class Ledger:
     # -- directories
 
     def seen(self) -> dict[str, Seen]:
-        """What adapters of directories were when they were read, by uri."""
+        """Return the records of directories' adapters, by URI."""
         columns = [directories.c[name] for name in Seen._fields]
         rows = self._database.read(lambda connection: connection.execute(select(*columns)).all())
         return {row[0]: Seen(*row) for row in rows}
 
     def pinned_places(self) -> set[str]:
-        """The uris of those that are pinned."""
+        """Return the URIs of the pinned adapters of directories."""
         query = select(directories.c.uri).where(directories.c.pinned)
         return set(self._database.read(lambda connection: connection.execute(query).scalars().all()))
 
     def pin_seen(self, uri: str, pinned: bool) -> None:
-        """Also of one that was never read."""
+        """Pin or unpin a directory's adapter, also one without a record."""
 
         def work(connection: Connection) -> None:
             place = _place(uri)
@@ -212,7 +213,7 @@ class Ledger:
         self._database.write(work)
 
     def see(self, read: Iterable[Seen]) -> None:
-        """They were read just now, or pinned."""
+        """Store records of directories' adapters, in place of earlier ones."""
         rows = [{"place": _place(one.uri), **one._asdict()} for one in read]
 
         def work(connection: Connection) -> None:
@@ -242,7 +243,7 @@ def _models(connection: Connection) -> Sequence[str]:
 
 
 def _take(connection: Connection, own: str, exclusive: bool) -> bool:
-    """Whether the database has this model from now on; of several servers that start, one is the first."""
+    """Give an unused database this model; return whether the database has it. Transactions run one after another."""
     count(connection, CHANGES, 0)
     models = _models(connection)
     if models and exclusive and not connection.execute(select(func.count()).select_from(versions)).scalar():
