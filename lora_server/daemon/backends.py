@@ -241,9 +241,9 @@ def cuda_resident(
     on_layer: OnLayer,
     nvshmem: bool = False,
 ) -> DeviceBackend:
-    """As `resident`, on the GPU that `cuda` would give the shard. Raises ConfigError.
+    """Make a backend like `resident`, on the GPU that `cuda` would give the shard. Raises ConfigError.
 
-    One shard to a GPU: the kernel takes every multiprocessor. `nvshmem`: it reaches other PEs.
+    A GPU serves one shard, since the kernel takes every multiprocessor. `nvshmem`: the kernel reaches other PEs.
     """
     device, gpus = _gpu(local_index), torch.cuda.device_count()
     if local_shards > gpus:

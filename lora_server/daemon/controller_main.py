@@ -137,7 +137,7 @@ class ControllerProcess:
         control.set_ready(not self._not_ready())
 
     def _end_revoked(self) -> None:
-        """End the leases whose token was revoked or has expired."""
+        """End the leases with a token that was revoked or has expired."""
         self.controller.clients.end_where(
             lambda lease: not self.gate.is_good(lease.tenant, lease.token), "its token was revoked"
         )

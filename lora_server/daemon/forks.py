@@ -108,7 +108,7 @@ class ForkServer:
         return Piped(pid, stdin[1], stdout[0])
 
     def fork(self, module: str, descriptors: Sequence[int]) -> int:
-        """Start a child whose descriptors 0, 1, ... are these; return its pid. Raises ServerUnavailableError."""
+        """Start a child with these as its descriptors 0, 1, ...; return its pid. Raises ServerUnavailableError."""
         with self._lock:
             if self._closed:
                 raise ServerUnavailableError("fork server: closed")
@@ -219,7 +219,7 @@ def _answer(asked: socket.socket) -> None:
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """Fork a process that runs `run`, and whose parent has ended; return its pid."""
+    """Fork a process that runs `run`, as a grandchild without a living parent; return its pid."""
     told, tell = os.pipe()
     between = os.fork()
     if between == 0:

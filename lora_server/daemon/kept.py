@@ -1,5 +1,7 @@
-"""What a shard keeps for its controller while that is away: the adapters it was told to load, the clients it
-may serve, and under which claim it has its rank. Not thread-safe but for `end`: the controller's stream uses it."""
+"""State that a shard keeps for its next controller: the adapters it was told to load, its clients, and its claim.
+
+Not thread-safe except `end`: the thread of the controller's stream uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ MOST_GONE, MOST_ACTIVE = (bounds.BOUNDS[f"Registration.{name}"].items for name i
 
 
 class Kept:
-    """`instance` names this process, to its controller and to nobody else."""
+    """The kept state of one shard process. `instance` is the process's secret id, known to its controller only."""
 
     def __init__(self) -> None:
         self.instance = secrets.token_hex(16)
         self.claim = pb.Claim()
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
-        self.ended: dict[int, int] = {}  # clients whose connection ended, and their epoch, until they are revoked
+        self.ended: dict[int, int] = {}  # clients that disconnected, and their epochs, until they are revoked
         self.gone: dict[int, None] = {}  # handles that were dropped, the last MOST_GONE of them
         self.active: set[int] = set()  # handles that clients hold
         self.refused: pb.Refusals | None = None  # start-up adapters that are not served
         self.last_handle = self.last_client = 0
 
     def note(self, command: pb.ShardCommand) -> None:
-        """A command that is being carried out."""
+        """Update the state by a command that is being carried out."""
         kind = command.WhichOneof("command")
         if kind == "claim":
             self.claim = pb.Claim(
@@ -60,17 +62,17 @@ class Kept:
             self.ended.pop(command.revoke, None)
 
     def end(self, gone: pb.ClientGone) -> None:
-        """A client's connection ended. From any thread."""
+        """Record that a client's connection ended. May be called from any thread."""
         grant = self.grants.get(gone.client)
         if grant is not None and grant.epoch == gone.epoch:
             self.ended[gone.client] = gone.epoch
 
     def is_foreign(self, claim: pb.Claim) -> bool:
-        """Whether what is kept belongs to another run than the controller's."""
+        """Return whether the state belongs to another run than the controller's claim."""
         return bool(self.claim.run and claim.run and claim.run != self.claim.run)
 
     def forget(self) -> tuple[list[int], list[int]]:
-        """Handles and clients of a run that is over; they are not kept any more."""
+        """Drop the state of a run that is over; return its handles and clients."""
         gone = list(self.loads), list(self.grants)
         self.loads, self.grants, self.gone, self.refused, self.claim = {}, {}, {}, None, pb.Claim()
         self.active, self.ended = set(), {}
@@ -78,7 +80,7 @@ class Kept:
         return gone
 
     def sign(self, registration: pb.Registration) -> pb.Registration:
-        """Put what is known of this process's rank and run on a registration."""
+        """Fill in this process's instance, claim, run and counts in a registration, and return it."""
         registration.instance, registration.epoch = self.instance, self.claim.epoch
         registration.run, registration.registered = self.claim.run, self.claim.registered
         registration.restarts, registration.kept = self.claim.restarts, self.count()
@@ -90,14 +92,14 @@ class Kept:
         return registration
 
     def count(self) -> int:
-        """How many of the reports say what is kept."""
+        """Return how many of the `reports` are about kept adapters and clients."""
         return len(self.loads) + len(self.grants)
 
     def reports(self, layers_ready: Callable[[int], int]) -> Iterator[pb.ShardReport]:
-        """All of it, after a registration."""
+        """Yield the reports that follow a registration: kept adapters, kept clients, then clients that are gone."""
         for handle, load in self.loads.items():
             yield pb.ShardReport(kept=pb.Kept(load=load, layers=layers_ready(handle)))
         for grant in self.grants.values():
             yield pb.ShardReport(kept=pb.Kept(grant=grant))
-        for client, epoch in list(self.ended.items()):  # no controller may have heard of it
+        for client, epoch in list(self.ended.items()):  # the earlier controller may not have got these reports
             yield pb.ShardReport(client_gone=pb.ClientGone(client=client, epoch=epoch))

@@ -186,7 +186,10 @@ def _own_address(listen: Address) -> str:
 
 
 def _towards(controller: Address, seconds: float, stop: threading.Event) -> str:
-    """This host's address on the way to the controller, whose name may not be known, or no network up, yet."""
+    """Return this host's address towards the controller; retries while its name or the network is not there yet.
+
+    Raises ConfigError after `seconds`, or once `stop` is set.
+    """
     said, deadline = "", time.monotonic() + seconds
     while True:
         try:

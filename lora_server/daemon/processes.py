@@ -1,7 +1,7 @@
 """The processes of one node: forked by its fork server, watched, restarted, stopped.
 
-A child gets its configuration as one JSON line on stdin, whose other end the node holds: when that
-closes, however the node ended, the child stops. On stdout it says once that it is up, or why it cannot be.
+A child gets its configuration as one JSON line on stdin. The node holds the other end, so stdin closes when
+the node ends, for any reason, and the child stops then. On stdout the child reports once that it is up, or why not.
 """
 
 from __future__ import annotations

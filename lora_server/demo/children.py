@@ -88,7 +88,7 @@ def leave_keeper(parent: int) -> bool:
     if os.getpgrp() != group:
         os.setpgid(0, 0)
     middle = os.fork()
-    if middle == 0:  # so that the keeper is nobody's child: the command shall find only its own
+    if middle == 0:  # so that the keeper is not a child of the command, which waits for its own children only
         if os.fork() == 0:
             _keep(alive, group)
         os._exit(0)

@@ -102,7 +102,7 @@ def serve(served: ServedModel, address: str, flags: list[str], logs: Path, verbo
 
 
 def adapters_of(server: str) -> list[str]:
-    """List the adapters whose prompts need no invocation."""
+    """Return the names of the server's adapters that need no invocation in the prompt."""
     directory = AdapterDirectory(server)
     try:
         return [one.name for one in directory.list() if not one.HasField("invocation")]

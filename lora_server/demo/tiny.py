@@ -97,7 +97,7 @@ def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 
 
 def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
-    """Write a tokenizer whose token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
+    """Write a tokenizer in which token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

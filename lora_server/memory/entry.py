@@ -58,7 +58,7 @@ class Source:
 
 
 class Files(NamedTuple):
-    """Facts about files whose content was checked (see adapters.reopen)."""
+    """Facts about files with checked content (see adapters.reopen)."""
 
     path: Path
     seen: str

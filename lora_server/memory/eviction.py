@@ -40,7 +40,7 @@ POLICIES: Mapping[str, Policy] = {"lru": lru, "value": value_density}
 def victims(
     missing: int, resident: Iterable[AdapterEntry], size: Callable[[AdapterEntry], int], policy: Policy
 ) -> list[AdapterEntry] | None:
-    """Choose entries whose memory together has `missing` bytes, least wanted first; None where all have less."""
+    """Choose entries that together free `missing` bytes, least wanted first; None if all together have less."""
     chosen = []
     for entry in sorted(resident, key=lambda one: (*_rank(one), policy(one))):
         if missing <= 0:

@@ -82,7 +82,7 @@ class BlockRows:
                 raise AdapterLoadError(f"shard {self._shard}: {error}; remove an adapter") from error
 
     def empty(self, shape: BlockShape) -> int:
-        """Return the row of a block without a delta, whose shape is this."""
+        """Return the row of a block of this shape without a delta."""
         widths = shape.in_width, shape.out_width
         if widths not in self._empty:
             self._empty[widths] = self.add(0, shape)

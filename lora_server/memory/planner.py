@@ -62,7 +62,7 @@ class LoadPlanner:
         return evicted is not None
 
     def free(self, entry: AdapterEntry) -> None:
-        """Free the memory of an entry that was dropped, or whose load failed."""
+        """Free the memory of an entry that was dropped or failed to load."""
         self.evictor.free(entry)
         self.tidy(entry)
 

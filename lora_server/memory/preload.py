@@ -27,7 +27,8 @@ class Preloader:
     _next_scan: float = 0.0
 
     def choose(self, now: float) -> AdapterEntry | None:
-        """Return the entry whose next layer to load when there is no demand: the most valuable that fits as it is."""
+        """Return the entry to load a layer of when there is no demand: the most valuable one that fits without
+        eviction."""
         if not self.enabled:
             return None
         if self.chosen is not None and not self._may_come(self.chosen):
@@ -52,7 +53,7 @@ class Preloader:
             self.hits += entry.is_complete()
 
     def _may_come(self, entry: AdapterEntry) -> bool:
-        """Files are not fetched for it: only what a client needs leaves this node."""
+        """Return whether an entry can be preloaded: it fits without eviction, and its files are on this node."""
         if self.entries.get(entry.handle) is not entry or entry.footprint.size is None or entry.is_settled():
             return False
         fits = entry.copies.device is not None or self.pool.can_allocate(entry.footprint.nbytes)

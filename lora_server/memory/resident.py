@@ -61,7 +61,7 @@ class KernelDirectory(DirectoryMirror):
 def resident_tier(
     placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, kernel: ServeKernel
 ) -> PagedTier:
-    """Make a tier whose blocks the kernel finds by itself. Raises ConfigError for a dtype that it does not have."""
+    """Make a tier with blocks that the kernel finds by itself. Raises ConfigError for a dtype that it does not have."""
     tier = PagedTier(placement, shard, dtype, pool, KernelDirectory(kernel, placement, shard))
     kernel.read_blocks(tier.rows.table.tensor)
     return tier

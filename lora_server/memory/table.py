@@ -13,7 +13,7 @@ class AdapterTable:
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers  # of this shard
         self.entries: dict[int, AdapterEntry] = {}
-        self.complete: set[int] = set()  # handles whose layers are all READY
+        self.complete: set[int] = set()  # handles with all layers READY
         self.dropped: dict[AdapterEntry, object] = {}  # not freed yet, with what the tier withdrew
         self._changed: set[int] = set()
         self._registered = 0
