@@ -2,9 +2,9 @@
 
 A shard needs nothing from its peers to serve a step, so by default each picks its own (Independent). In leader mode
 (paper section 5.1) the first shard of each stage picks, and broadcasts (client, epoch, seq) to the others, which serve
-in that order. Each still waits for its own signal: the leader's payload may arrive before theirs. An order whose step
-does not arrive (its client died half-way) is kept until the client's deadline, and delays no other. In leader mode a
-step that was begun is finished; only independent shards let small ones pass it.
+in that order. Each still waits for its own signal: the leader's payload may arrive before theirs. If an order's step
+does not arrive (its client died half-way), the order is kept until the client's deadline and delays no other. In leader
+mode a step that was begun is finished; only independent shards let small ones pass it.
 """
 
 from __future__ import annotations

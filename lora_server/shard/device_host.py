@@ -1,7 +1,7 @@
-"""Host of a shard whose kernel serves by itself; it replaces the loop (shard.loop).
+"""Host of a shard that is served by a GPU kernel; it replaces the loop (shard.loop).
 
-It launches the kernel, and launches it again when it leaves; connects and revokes clients; carries the steps of clients
-without a link to the GPU; passes the kernel's notes on; and ends the process when the kernel's heart stops.
+It launches the kernel, and again when the kernel returns; connects and revokes clients; carries the steps of clients
+without a link to the GPU; passes the kernel's notes on; and ends the process when the kernel's heartbeat stops.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KernelClients:
         self.at: dict[int, KernelSeat] = {}  # by link
         self.leaving: list[KernelSeat] = []
         self.free = list(range(MAX_LINKS))  # a heap: the poller looks at all links up to the last that is taken
-        self.gone: queue.SimpleQueue[int] = queue.SimpleQueue()  # clients whose connection ended
+        self.gone: queue.SimpleQueue[int] = queue.SimpleQueue()  # clients that disconnected
         self.carrying = set[Carrier]()  # those with steps on their way
 
     def update(self) -> None:

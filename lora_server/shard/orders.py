@@ -1,8 +1,8 @@
-"""A leader's orders on their way to the followers of its stage: TCP, frames of transport.frames.
+"""Connections that carry a leader's orders to the followers of its stage: TCP, frames of transport.frames.
 
-Leader and follower prove that they know the follower's badge, which the controller derived from the leader's, and never
-send it: so a follower can pose neither as another one nor as the leader. A peer that does not prove it within
-`handshake_seconds` is cut off, has never more than one small message stored, and hears no order.
+Leader and follower prove to each other that they know the follower's badge, a secret that the controller derives from
+the leader's badge, and never send it. So a follower can pose neither as another follower nor as the leader. A peer
+without a proof within `handshake_seconds` is cut off; until then it gets no order, and one small message of it is kept.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lora_server.transport.unauthenticated import Acceptor, UnauthenticatedPeer
 from lora_server.wire import messages
 from lora_server.wire.messages import Challenge, Follow, Lead, Order, badge_of, proves
 
-MAX_UNAUTHENTICATED = 64  # that have proved nothing yet
-MAX_OF_A_FOLLOWER = 4  # connections that proved one badge; the newest goes
+MAX_UNAUTHENTICATED = 64  # connections that have proved nothing yet
+MAX_OF_A_FOLLOWER = 4  # connections that proved one badge; one more ends the newest of them
 MAX_BYTES = 1024  # of a message
-STOP_SECONDS = 0.1  # within which a follower stops, and tries again
+STOP_SECONDS = 0.1  # within which a follower notices `close`, and between two tries to connect
 _FOLLOWER, _LEADER = b"follower", b"leader"
 
 
 class _FollowerPeer(UnauthenticatedPeer):
-    """A connection to a leader, of a follower once it has proved that."""
+    """A connection to a leader; `shard` is set once it proved to be a follower."""
 
     heard = b""
     shard = -1
 
     def message(self) -> bytes | None:
-        """Its proof, when all of it is there. Raises OSError, ProtocolError."""
+        """Read more of the follower's proof; return the message once it is complete. Raises OSError, ProtocolError."""
         more = self.socket.recv(MAX_BYTES)
         self.heard += more
         if not more or len(self.heard) > HEADER.size + MAX_BYTES:
-            raise ProtocolError("it went, or says too much")
+            raise ProtocolError("the peer closed the connection, or sent too many bytes")
         if len(self.heard) < HEADER.size:
             return None
         kind, nbytes, _ = HEADER.unpack_from(self.heard)
@@ -54,7 +54,7 @@ class _FollowerPeer(UnauthenticatedPeer):
 
 
 class OrderSender:
-    """The leader's end. `send` is the loop's; a thread lets followers in.
+    """The leader's end. The loop's thread calls `send`; a thread of its own accepts followers.
 
     `badge`: the leader's own, of which each follower's is derived. `certificate`: with it nothing goes in the clear.
     """
@@ -86,11 +86,11 @@ class OrderSender:
 
     @property
     def followers(self) -> int:
-        """How many shards hear what is sent now."""
+        """Return how many shards are connected as followers."""
         return len({peer.shard for peer in self._followers})
 
     def send(self, order: Order) -> None:
-        """To all followers. One that took none for so long that its connection is full is cut off."""
+        """Send an order to all followers without blocking. A follower with a full connection is cut off."""
         data = b"".join(frame(MESSAGE, messages.encode(order)))
         for peer in self._followers:
             try:
@@ -124,7 +124,7 @@ class OrderSender:
         badge = badge_of(self._badge, follow.shard)
         proven = proves(follow.proof, badge, _FOLLOWER, peer.nonce, follow.nonce)
         if peer not in self._acceptor.peers or not proven:
-            raise ProtocolError("it does not know the badge")
+            raise ProtocolError("the peer does not know the badge")
         proof = messages.proof(badge, _LEADER, follow.nonce, peer.nonce)
         peer.socket.sendmsg(frame(MESSAGE, messages.encode(Lead(proof))))
         self._acceptor.forget(peer)
@@ -141,7 +141,7 @@ class OrderSender:
         peer.socket.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all connections and end the thread; idempotent."""
         if self._stopping:
             return
         self._stopping = True
@@ -153,9 +153,9 @@ class OrderSender:
 
 
 class OrderReceiver:
-    """A follower's end: a thread that gives each order to `take`, and connects anew until it is closed.
+    """A follower's end: a thread that calls `take` with each order, and reconnects until it is closed.
 
-    `badge`: of this shard. `certificate`: of the leader, which speaks TLS alone.
+    `badge` is this shard's. `certificate`: the leader's, if the connection uses TLS.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class OrderReceiver:
             sock.sendmsg(frame(MESSAGE, messages.encode(Follow(self._shard, nonce, proof))))
             lead = messages.decode(receive_message(sock, MAX_BYTES, wait), Lead)
             if not proves(lead.proof, self._badge, _LEADER, nonce, challenge.nonce):
-                raise ProtocolError("what answers there is not the leader")
+                raise ProtocolError("the peer is not the leader")
             forever = partial(self._wait, float("inf"))
             while not self._stop.is_set():
                 self._take(messages.decode(receive_message(sock, MAX_BYTES, forever), Order))
@@ -210,6 +210,6 @@ class OrderReceiver:
         readable(sock, STOP_SECONDS)
 
     def close(self) -> None:
-        """Nothing is taken any more."""
+        """End the thread; `take` is not called any more."""
         self._stop.set()
         self._thread.join()

@@ -32,7 +32,7 @@ class StepReceiver:
     pending: dict[int, PendingStep] = field(default_factory=dict)  # by client
 
     def receive(self) -> None:
-        """Take each client's oldest unanswered step if it is new, and check again those whose weights are missing."""
+        """Take each client's oldest unanswered step if it is new, and check steps with missing weights again."""
         rung = self.port.rung()
         for step in list(self.pending.values()):
             if step.connection.gone:
@@ -51,7 +51,7 @@ class StepReceiver:
                 self._take(connection)
 
     def release(self, step: PendingStep) -> None:
-        """Forget a step that was answered, or whose client is gone."""
+        """Forget a step that was answered, or that lost its client."""
         del self.pending[step.connection.client]
         step.work = None
         if step.pin is None:

@@ -198,7 +198,7 @@ def _scales(memory: memoryview, offset: int, header: RequestHeader) -> npt.NDArr
 
 
 def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[int, int, int]) -> int:
-    """Write the header of a response whose rows are in place; returns the bytes to push."""
+    """Write the header of a response, after its rows were written; return the number of bytes to push."""
     end = slot.response_offsets(header.num_out_rows, header.out_width, header.dtype).end
     ResponseHeader(
         slot.OK,

@@ -131,7 +131,7 @@ class DiskCache:
             return Claim(path, nbytes, descriptor)
 
     def keep(self, claim: Claim, version: str, stamp: str) -> Lease:
-        """Turn a claim whose files are complete and checked into a lease."""
+        """Turn a claim into a lease. Its files must be complete and checked."""
         os.write(claim.descriptor, f"{version} {stamp}".encode())
         for file in claim.path.iterdir():
             sync(file)
@@ -153,7 +153,7 @@ class DiskCache:
         os.close(claim.descriptor)
 
     def discard(self, version: str) -> None:
-        """Delete a version whose files were changed, unless a process uses it."""
+        """Delete a version with changed files, unless a process uses it."""
         with self._alone():
             for one in self._list():
                 if one.complete and one.version == version and one.is_unused():

@@ -211,8 +211,7 @@ def _is_intact(lease: Lease, spec: ModelSpec) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return a library's message on one line. An HTTP status stands for the answer, whose first bytes aiohttp may
-    quote."""
+    """Return a library's message on one line; of an HTTP error only the status, since aiohttp may quote the body."""
     if isinstance(status := getattr(error, "status", None), int):
         return f"{type(error).__name__}: status {status}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")

@@ -23,8 +23,8 @@ class RemoteAdapter:
     """Raises AdapterError, and the errors of the file system's library. Its context hides what a redirect led to."""
 
     def __init__(self, url: str, limits: AdapterLimits, listed: Sequence[str] = ()) -> None:
-        """`listed`: see RedirectPolicy. Raises AdapterSourceError for a scheme that is not accepted, or whose
-        package is missing."""
+        """`listed`: see RedirectPolicy. Raises AdapterSourceError for a scheme that is not accepted, or that needs a
+        package that is not installed."""
         self.url, self._limits, self._redirects = url, limits, RedirectPolicy(listed)
         self._files, path = _open(canonical(url), self._redirects)
         self._path = path.rstrip("/")

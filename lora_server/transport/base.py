@@ -7,7 +7,7 @@ Client side, one `Link` per shard:        Shard side, one `Port` with a `Connect
     link.wait(seq, deadline)                  port.respond(connection, seq, nbytes)
     read link.rows.deltas(header, x)
 
-A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 per (client, shard).
+A push is one-sided, without permission: payload, then signal. seq counts from 1 per (client, shard).
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Link(End, ABC):
         self.rows.fill(header, x_TK, rows_M)
 
     def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
-        """As `put_rows`, for a step that `device` routes: it completes header and tables. For links with a device.
+        """Do what `put_rows` does for a step that `device` routes, and complete header and tables there.
+
+        Only links with a device can; raises ProtocolError otherwise.
 
         `by_entry`: a row per entry, weighted and summed per token, instead of a row per token.
         """
@@ -107,7 +109,7 @@ class Link(End, ABC):
         """Give the region up; idempotent."""
 
     def responded(self) -> int:
-        """Return the newest seq whose response has arrived."""
+        """Return the newest seq that was answered."""
         return slot.signalled_seq(self.region.response_signal[0], self.epoch)
 
     def _timeout(self, seq: int) -> StepTimeoutError:
@@ -298,7 +300,7 @@ class Port:
             older.close()
 
     def disconnect(self, connection: Connection) -> None:
-        """Remove a connection whose client closed, died, or broke the protocol."""
+        """Remove the connection of a client that closed it, died, or broke the protocol."""
         with self._lock:
             known = connection in self.connections
             self.connections = tuple(c for c in self.connections if c is not connection)

@@ -13,9 +13,9 @@ import math
 import torch
 
 LARGEST = 448.0
-LEAST_SCALE = 2.0**-126  # whose inverse is a float32, too: rows of zeros need no case of their own
+LEAST_SCALE = 2.0**-126  # its inverse is a float32, too, so rows of zeros need no special case
 NAN = 0x7F  # the code, but for its sign
-AT_ONCE = 1 << 18  # elements, whose float32 stay in a core's cache
+AT_ONCE = 1 << 18  # elements; as float32 they stay in a core's cache
 
 
 def quantise(x_TK: torch.Tensor, codes_TK: torch.Tensor, scales_T: torch.Tensor) -> None:

@@ -4,8 +4,8 @@ The spin is 20 us, and longer (up to 200 us) only while waits turn out to be tha
 sleeper costs some 50 us, which counts beside a wait of 100 us and not beside one of 1000.
 
 A *parking word* (u32, shared) is 1 while its owner sleeps or is about to. The owner stores 1, looks
-once more at what it waits for, and sleeps only while the word is still 1; whoever makes the awaited
-thing true stores it first, and if it then sees 1, stores 0 and wakes the owner.
+once more at the signal that it waits for, and sleeps only while the word is still 1. The other side
+stores the signal first; if it then sees 1, it stores 0 and wakes the owner.
 
 That is Dekker's pattern: each side stores, then loads what the other stores, and x86 may let the
 load overtake the store. Instead of a fence on every push, the sleeper pays: membarrier(2) makes

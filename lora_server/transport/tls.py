@@ -46,7 +46,7 @@ class TlsSocket:
             return True
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:
-        """As socket.recv; the only flag is MSG_PEEK."""
+        """Receive as socket.recv does; the only flag is MSG_PEEK."""
         if len(self._peeked) < nbytes:
             more = bytearray(nbytes - len(self._peeked))
             try:

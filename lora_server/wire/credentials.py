@@ -53,7 +53,7 @@ class Credentials:
         return str(self.sign(call, message))
 
     def sign(self, call: str, message: bytes = b"") -> str | proofs.SignedCall:
-        """As `authorization`, with what the server's answer to a signed call has to be proved by."""
+        """Return the header of `authorization`; for a signed call, with the key that proves the server's answer."""
         if self.node_secret:
             return proofs.sign_call(proofs.NODE, self.node_secret, call, message)
         token = self.token or (

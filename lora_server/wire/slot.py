@@ -151,7 +151,7 @@ class RequestHeader(NamedTuple):
 
 
 def payload_bytes(request: memoryview) -> int:
-    """What a request's header says, unchecked."""
+    """Return a request's payload size as its header says, unchecked."""
     return int.from_bytes(request[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
 
 
@@ -207,7 +207,7 @@ class RequestOffsets(NamedTuple):
 def request_offsets(
     num_segments: int, num_entries: int, flags: int, row_bytes: int, num_scales: int = 0
 ) -> RequestOffsets:
-    """Where each part of a request lies; absent parts take no space."""
+    """Return where each part of a request lies; absent parts take no space."""
     segments = HEADER_BYTES
     in_map = segments + num_segments * SEGMENT_BYTES
     out_map = aligned(in_map + 4 * num_entries * bool(flags & HAS_IN_MAP), 16)
@@ -218,7 +218,7 @@ def request_offsets(
 
 
 def num_scales(num_rows: int, dtype: int) -> int:
-    """How many rows of this dtype have a scale before them."""
+    """Return the number of scales of so many rows of this dtype: one per row of E4M3, otherwise none."""
     return num_rows if dtype == E4M3 else 0
 
 
@@ -231,7 +231,7 @@ class ResponseOffsets(NamedTuple):
 
 
 def response_offsets(num_rows: int, width: int, dtype: int) -> ResponseOffsets:
-    """Where each part of a response lies."""
+    """Return where each part of a response lies."""
     rows = aligned(HEADER_BYTES + 4 * num_scales(num_rows, dtype))
     return ResponseOffsets(HEADER_BYTES, rows, rows + num_rows * width * ELEMENT_BYTES[dtype])
 
