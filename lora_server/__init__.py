@@ -1,8 +1,8 @@
 """lora-server: LoRA adapters live and run on their own shards; engines stay LoRA-free.
 
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
-ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
-host_memory                                and what there is to take
+ports, installed, units, histogram         leaves too: data ports; checks of the installation; numbers
+host_memory                                and available memory
 clock, timings                             time, injected, and every duration that is a policy
 wire/ transport/ device/                   what travels, and how: by a host, and between GPUs
 adapters/ sources/ memory/ shard/          from files to weights to deltas

@@ -14,32 +14,32 @@ _NAME = re.compile(r"([\w-]+\.)*(?![0-9]+$)[\w-]+", re.ASCII)  # a last part of 
 
 
 class Address(NamedTuple):
-    """Where somebody listens. `host` is a name, or an IPv4 or IPv6 address without brackets."""
+    """An address to listen at. `host` is a name, or an IPv4 or IPv6 address without brackets."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From HOST:PORT; raises ConfigError."""
+        """Return the address of a HOST:PORT; raises ConfigError."""
         match = _HOST_PORT.fullmatch(text)
         if match is None or int(match[2]) > 65535:
             raise ConfigError(f"got {text!r}, expected HOST:PORT such as 127.0.0.1:7400, a port up to 65535")
         return cls(match[1].strip("[]"), int(match[2]))
 
     def local(self) -> Address:
-        """How processes of the same host reach it."""
+        """Return the address at which processes of the same host reach it."""
         return self._replace(host=ANY.get(self.host, self.host))
 
     def is_loopback(self) -> bool:
-        """Whether processes of this host alone reach it."""
+        """Return whether only processes of this host reach it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def meets(self, other: Address) -> bool:
-        """Whether nobody could listen at both; names are taken as they are."""
+        """Return whether two processes cannot listen at both; names are compared as text."""
         return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(ANY)))
 
     def __str__(self) -> str:

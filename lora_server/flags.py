@@ -76,9 +76,9 @@ def _types_in(annotation: Any) -> Iterator[type]:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose --help groups its flags by `rich_help_panel`, and shows those of `essential` alone.
+    """A command with flags grouped by `rich_help_panel` in its --help; of groups, only `essential` flags are shown.
 
-    It is plain text: Typer's own panels cut long flags at 80 columns.
+    The help is plain text: Typer's own panels cut long flags at 80 columns.
     """
 
     essential: Collection[str] = ()

@@ -1,4 +1,4 @@
-"""How much memory this process may still take of its host, or of its container."""
+"""The memory that is still available to this process on its host, or in its container."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _read(path: str) -> str | None:
 
 
 def available_bytes(read: Read = _read) -> int:
-    """What the system says is available, or less where the control group has a limit."""
+    """Return the available bytes of the system, or of the control group if its limit leaves fewer."""
     system, left = system_bytes(read), container_bytes(read)
     return system if left is None else min(system, left)
 
 
 def system_bytes(read: Read = _read) -> int:
-    """What the system says is available; raises OSError."""
+    """Return the system's available bytes (MemAvailable); raises OSError."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
     if found is None:
         raise OSError("/proc/meminfo has no MemAvailable")
@@ -34,7 +34,7 @@ def system_bytes(read: Read = _read) -> int:
 
 
 def container_bytes(read: Read = _read) -> int | None:
-    """What is left of the control group's limit; None where it has none."""
+    """Return what is left of the control group's limit; None if it has no limit."""
     for names in _FILES:
         limit, used = ((read(f"{_CGROUP}/{name}") or "").strip() for name in names)
         if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:

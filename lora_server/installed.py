@@ -1,6 +1,6 @@
-"""What is installed here: what a command needs beside an engine's connector, and that our top-level names are ours.
+"""Checks of the installation: a command's packages are installed, and our top-level names are this distribution's.
 
-Imports the standard library alone, so that it can say what is missing where nothing else is installed.
+This module imports only the standard library, so that it can report what is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 def start(extra: str) -> None:
-    """First thing in a console script: exits with one line, code 2, where the command cannot run as installed."""
+    """Exit with one line and code 2 if the command cannot run as installed. A console script calls this first."""
     try:
         require(extra)
         check_names()
@@ -46,16 +46,16 @@ def start(extra: str) -> None:
 
 
 def require(extra: str) -> None:
-    """Raises ConfigError that names the extra if any of its modules is missing; imports none of them."""
+    """Raise a ConfigError that names the extra if any of its modules is missing; imports none of them."""
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed: install {OURS}[{extra}]")
 
 
 def check_names(path: Sequence[str] | None = None) -> None:
-    """Raises ConfigError where somebody else's distribution has one of our top-level names, or hides one.
+    """Raise ConfigError if another distribution has one of our top-level names, or something hides our package.
 
-    Two distributions with one name write into one folder, and each breaks the other: pip does not refuse that.
+    Two distributions with one name write into one folder and break each other; pip does not refuse that.
     """
     for distribution in importlib.metadata.distributions(path=list(sys.path if path is None else path)):
         files = f"\n{distribution.read_text('RECORD') or ''}"

@@ -1,4 +1,4 @@
-"""Logs: structlog on stderr, colourful for people, JSON lines for machines; what repeats is counted."""
+"""Logs: structlog on stderr, coloured in a terminal, JSON lines otherwise; repeated lines are counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Format = Literal["auto", "console", "json"]
 
 
 def configure(level: int = logging.INFO, form: Format = "auto") -> None:
-    """Once per process, and again when its settings are known. `auto`: for people in a terminal, else JSON."""
+    """Configure the process's log; call it again when its settings are known. `auto`: JSON, except in a terminal."""
     human = sys.stderr.isatty() if form == "auto" else form == "console"
     render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if human else structlog.processors.JSONRenderer()
     structlog.configure(
@@ -33,13 +33,13 @@ def configure(level: int = logging.INFO, form: Format = "auto") -> None:
 
 
 def bind_tenant(tenant: str) -> None:
-    """In every line of the call that runs; nothing where there is none."""
+    """Add the tenant to every line of the running call; no-op if it is empty."""
     if tenant:
         structlog.contextvars.bind_contextvars(tenant=tenant)
 
 
 def request_id() -> str:
-    """Of the request that is bound to this thread's log, if one is, or a new one."""
+    """Return the id of the request that is bound to this thread's log, or a new id."""
     return str(structlog.contextvars.get_contextvars().get("request") or secrets.token_hex(8))
 
 
@@ -52,9 +52,10 @@ class _Muted:
 
 
 class Repeats:
-    """Lines that somebody else can cause at will: the first of a key at once, then one per `seconds` with a count.
+    """A rate limit for lines that clients can cause at will: writes a key's first line at once, then one per `seconds`
+    with a count.
 
-    For one thread. `write(event, **fields)` is a logger's method.
+    Not thread-safe. `write(event, **fields)` is a logger's method.
     """
 
     def __init__(

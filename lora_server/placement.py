@@ -30,7 +30,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From `ep2-pp4`; raises ConfigError for anything else."""
+        """Return the layout of a text such as `ep2-pp4`; raises ConfigError for anything else."""
         match = re.fullmatch(r"ep(\d{1,4})-pp(\d{1,4})", text.strip().lower())
         if match is None:
             raise ConfigError(f"layout: got {text!r}, expected epX-ppY such as ep2-pp2")
@@ -67,7 +67,7 @@ def share(total: int, parts: int, index: int) -> range:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who owns what, for one model in one layout."""
+    """The owner of every expert and dense site, for one model in one layout."""
 
     spec: ModelSpec
     layout: Layout
@@ -113,7 +113,7 @@ class Placement:
                 yield site
 
     def stage_width(self, stage: int) -> int:
-        """How many shards of a stage can own anything: its experts, or its dense sites, can be dealt to no more."""
+        """Return how many shards of a stage can own anything: at most one per expert, or per dense site."""
         sites = [site for site in self.spec.sites() if site.layer % self.layout.pp == stage]
         num_dense = sum(self.spec.is_dense(site) for site in sites)
         return max(num_dense, self.spec.experts if len(sites) > num_dense else 0)

@@ -1,7 +1,7 @@
-"""Which TCP port is whose with --data-port-base. Leaf module.
+"""The TCP ports of shards and leaders with --data-port-base. Leaf module.
 
-The ports follow each other: one per shard for data, one per stage for its leader's orders.
-Shards are counted over the whole server, so that nodes on one host do not meet.
+The ports are consecutive: one per shard for data, then one per stage for its leader's orders.
+Shards are counted over the whole server, so that nodes on one host use different ports.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ ANY_PORT = TcpPort(0, "")
 
 @dataclass(frozen=True)
 class DataPorts:
-    """Of one server. `base` None: any free ones."""
+    """The ports of one server. `base` None: the system picks free ones."""
 
     base: int | None
     layout: Layout
 
     def data(self, shard: int) -> TcpPort:
-        """A shard's, for the steps of clients on other hosts."""
+        """Return a shard's port, for the steps of clients on other hosts."""
         return self._port(shard, f"the data of shard {shard}")
 
     def orders(self, stage: int) -> TcpPort:
-        """A stage's leader's; used with --coordination leader alone."""
+        """Return the port of a stage's leader; used only with --coordination leader."""
         return self._port(self.layout.num_shards + stage, f"the orders of stage {stage}")
 
     def span(self) -> range:
-        """All of them, in this order."""
+        """Return all ports, those of data first; empty without a base."""
         return range(self.base, self.base + self.layout.num_shards + self.layout.pp) if self.base else range(0)
 
     def _port(self, offset: int, owner: str) -> TcpPort:

@@ -25,16 +25,16 @@ EXPERT_PROJECTIONS = ("gate_up", "down")
 
 
 class Site(NamedTuple):
-    """Where a LoRA applies: a layer and one of PROJECTIONS."""
+    """A place where a LoRA applies: a layer and one of PROJECTIONS."""
 
     layer: int
     projection: str
 
 
 class Invocation(NamedTuple):
-    """What calls an activated LoRA (aLoRA): it acts from the last occurrence in the prompt on.
+    """The token sequence that activates an aLoRA: the adapter acts from its last occurrence in the prompt on.
 
-    `text` is the legacy form, which an engine's tokenizer makes into tokens; used if there are no `tokens`.
+    `text` is the legacy form, which the engine's tokenizer turns into tokens; used if there are no `tokens`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class ModelSpec:
         return self.sections(site)[-1].end
 
     def sites(self, projections: Sequence[str] = PROJECTIONS) -> Iterator[Site]:
-        """All sites of the given projections, by layer."""
+        """Yield all sites of the given projections, by layer."""
         for layer in range(self.layers):
             for projection in projections:
                 yield Site(layer, projection)
@@ -300,7 +300,7 @@ PRESETS: dict[str, ModelSpec] = {
         _preset("gpt-oss-20b-paper", "gpt_oss", (32, 32, 4, 2880, 2880), (64, 8, 64)),
         _preset("qwen3-30b-a3b", "qwen3_moe", (48, 128, 8, 2048, 768), (32, 4, 128)),
         _preset("mixtral-8x7b", "mixtral", (32, 8, 2, 4096, 14336), (32, 8, 128)),
-        # Widths from MegaScale-Infer, whose scaled model the paper takes; attention is our guess.
+        # Widths from MegaScale-Infer (the paper takes its scaled model); attention is our guess.
         _preset(
             "scaled-moe",
             "mixtral",

@@ -1,6 +1,6 @@
-"""Traces of requests, where a collector of OpenTelemetry is configured; where none is, nothing is imported or paid.
+"""Traces of requests, if an OpenTelemetry collector is configured; otherwise nothing is imported, at no cost.
 
-A span per join, acquire, generation, load and change; none per step, of which there are thousands a second.
+There is a span per join, acquire, generation, load and change; none per step, since there are thousands a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class Traces:
-    """Of this process."""
+    """The tracer provider of this process, if it is configured."""
 
     def __init__(self) -> None:
         self.provider: TracerProvider | None = None
@@ -42,7 +42,7 @@ _TRACES = Traces()
 
 
 class _Complaints(logging.Handler):
-    """What the SDK says, in our log."""
+    """Writes the SDK's records to our log, at a limited rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _sdk(module: str) -> Any:
 
 
 def configure_from(environment: Mapping[str, str], service: str) -> None:
-    """In a process of somebody else's, where a collector is named, and the extra is there."""
+    """Configure traces in an engine's process, if the environment names a collector and the extra is installed."""
     if _TRACES.provider is None and any(environment.get(name) for name in ENDPOINTS):
         try:
             configure(service)
@@ -94,7 +94,7 @@ def configure_from(environment: Mapping[str, str], service: str) -> None:
 
 
 def shutdown() -> None:
-    """What was not sent is, if the collector takes it soon."""
+    """Send the remaining spans, within FLUSH_SECONDS, and stop tracing."""
     with _TRACES.lock:
         provider, _TRACES.provider = _TRACES.provider, None
     if provider is not None:
@@ -105,7 +105,7 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def span(name: str, parent: Mapping[str, str] | None = None, **attributes: str | float) -> Iterator[None]:
-    """What happens inside, as a part of `parent` (headers) or of the span around it; an exception ends it as failed."""
+    """Record the block as a span, below `parent` (headers) or the enclosing span; an exception marks it as failed."""
     provider = _TRACES.provider
     if provider is None:
         yield
@@ -116,7 +116,7 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: str |
 
 
 def record(name: str, began: float, parent: Mapping[str, str] | None = None, **attributes: str | float) -> None:
-    """Something that began then (time.monotonic()) and ends now."""
+    """Record a span that began at `began` (time.monotonic()) and ends now."""
     provider = _TRACES.provider
     if provider is None:
         return
@@ -131,7 +131,7 @@ def _ours(attributes: Mapping[str, str | float]) -> dict[str, str | float]:
 
 
 def headers() -> Mapping[str, str]:
-    """What carries the current span to another process, or to a `record` of later."""
+    """Return headers that pass the current span on to another process, or to a later `record`."""
     if _TRACES.provider is None:
         return NOTHING
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -12,7 +12,7 @@ class Timings:
     # a server's clients
     grant: float = 10.0  # for every shard to confirm a new client
     await_call: float = 1.0  # the longest that the controller lets one Await call wait
-    foreign_step: float = 5.0  # a shard keeps a step whose adapter its client does not hold, as far as it was told
+    foreign_step: float = 5.0  # a shard keeps a step until it learns that the client holds the step's adapter
     first_in_queue: float = 3.0  # the first request of the queue waits before adapters in use are drained for it
     prefetch_gap: float = 0.01  # between two prefetches of one client
     expected_step: float = 30.0  # a prefetch is dropped so long after the step it was sent for is due

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them. JSON, logs and metrics keep them raw."""
+"""Numbers in the form that people read and write. JSON, logs and metrics keep raw numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lora_server.errors import ConfigError
 
 
 def size(nbytes: float) -> str:
-    """Three digits and a unit: 1.4 GiB, 31.4 MiB, 512 KiB."""
+    """Return bytes with a unit and about three digits: 1.4 GiB, 31.4 MiB, 512 KiB."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 999.5:
@@ -19,7 +19,7 @@ def size(nbytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """28,470."""
+    """Return a number with thousands separators: 28,470."""
     return f"{number:,.0f}"
 
 
@@ -32,14 +32,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
 class Size(NamedTuple):
-    """So many bytes, or a share in [0, 1]; the other is 0."""
+    """A size: a number of bytes, or a share in [0, 1] of what is available; the other field is 0."""
 
     nbytes: int = 0
     share: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Raises ConfigError."""
+        """Return the size of a text such as 40GiB or 50%; raises ConfigError."""
         match = _SIZE.fullmatch(text.strip())
         unit = match[2].lower() if match else ""
         if match and unit == "%" and float(match[1]) <= 100:
@@ -49,7 +49,7 @@ class Size(NamedTuple):
         raise ConfigError(f"got {text!r}, expected bytes such as 40GiB, or at most 100%")
 
     def of(self, available: int) -> int:
-        """In bytes."""
+        """Return the size in bytes, out of so many available."""
         return int(available * self.share) if self.share else self.nbytes
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class Audit:
         self._complain = Repeats(log.warning)
 
     def note(self, who: Identity | None, call: str, subject: str, error: LoraServerError | None = None) -> None:
-        """Queue an entry for the next `flush`; `who` is None for an unauthenticated caller."""
+        """Queue an entry for the next `flush`. The identity is None for an unauthenticated caller."""
         entry: dict[str, Any] = {
             "at": time.time(),
             "tenant": who.tenant if who else "",

@@ -44,12 +44,12 @@ class Gate:
 
     @property
     def required(self) -> bool:
-        """Whether a call without a token is refused."""
+        """Return whether a call without a token is refused."""
         return self._required or bool(self.cache.known.tokens)
 
     @property
     def names(self) -> Names:
-        """Names of adapters, as of the last refresh."""
+        """Return the adapters' names and shares, as of the last refresh."""
         return self.cache.known.names
 
     def tenant(self, name: str) -> Tenant:
@@ -59,7 +59,7 @@ class Gate:
     # -- calls
 
     def identify(self, text: str) -> Identity:
-        """Return whose token this is. Raises the same UnauthenticatedError whatever is wrong with it."""
+        """Return the identity of a token. Raises UnauthenticatedError, with one text for all reasons."""
         shown = tokens.parse(text)
         token = self.cache.known.tokens.get(shown.id) if shown is not None else None
         if shown is None or token is None or not token.is_proven_by(shown, time.time()):

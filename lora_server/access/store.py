@@ -123,7 +123,7 @@ class Store:
     # -- tokens
 
     def tokens(self, tenant: str | None, after: str, most: int) -> list[Token]:
-        """Return up to `most` tokens of a tenant, or of all, whose ids follow `after`."""
+        """Return up to `most` tokens of a tenant, or of all, with ids above `after`, sorted."""
         asked = select(tables.tokens).where(tables.tokens.c.id > after).order_by(tables.tokens.c.id).limit(most)
         if tenant is not None:
             asked = asked.where(tables.tokens.c.tenant == tenant)
@@ -183,7 +183,7 @@ class Store:
         return self._database.read(lambda connection: _find_tenant(connection, name))
 
     def tenants(self, after: str, most: int) -> list[Tenant]:
-        """Return up to `most` tenants whose names follow `after`."""
+        """Return up to `most` tenants with names above `after`, sorted."""
         asked = select(tables.tenants).where(tables.tenants.c.name > after).order_by(tables.tenants.c.name).limit(most)
         rows = self._database.read(lambda connection: connection.execute(asked).all())
         return [Tenant(**row._mapping) for row in rows]

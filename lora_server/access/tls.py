@@ -1,7 +1,7 @@
-"""TLS of the control plane and of HTTP, with the same certificate; it is read again when its files change.
+"""TLS of the control plane and of HTTP, with one certificate, which is read again when its files change.
 
-A certificate is checked as the server's own processes would: its dates, its key, who signed it, and its name. One that
-fails is refused at the start; later the one before is shown on.
+A certificate is checked as the server's own processes would check it: dates, key, signature and name. A bad certificate
+is an error at the start; later it is ignored, and the one before stays in use.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Secret(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Its SHA-256, which is stored in its place."""
+        """Return the secret's SHA-256, which is stored instead of the secret."""
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
 

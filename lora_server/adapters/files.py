@@ -42,12 +42,12 @@ def find_adapters(directory: str | Path) -> dict[str, Path]:
         found = {child.name: child for child in children if child.is_dir() and is_adapter(child)}
         itself = not found and is_adapter(directory)
     except OSError as error:
-        do = "give a directory whose sub-directories are PEFT adapters"
+        do = "give a directory of PEFT adapters, one per sub-directory"
         raise ConfigError(f"adapters: {directory} cannot be listed ({error.strerror}); {do}") from error
     if itself:
         raise ConfigError(
-            f"adapters: got {directory}, which is one adapter itself, expected a directory whose sub-directories are "
-            f"PEFT adapters; give {directory.resolve().parent}, or start without it and add this one by name"
+            f"adapters: got {directory}, which is one adapter itself, expected a directory of PEFT adapters, one per "
+            f"sub-directory; give {directory.resolve().parent}, or start without it and add this one by name"
         )
     return found
 

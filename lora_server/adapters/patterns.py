@@ -64,14 +64,14 @@ def suffixes(module: str) -> list[str]:
 
 
 class Regex(Protocol):
-    """A compiled pattern whose matching takes time linear in the text."""
+    """A compiled pattern. Matching takes time linear in the text's length."""
 
     def match(self, text: str, /) -> object | None:
-        """Whether the pattern matches the beginning of a text."""
+        """Return a match if the pattern matches the beginning of a text, else None."""
         ...
 
     def fullmatch(self, text: str, /) -> object | None:
-        """Whether the pattern matches a whole text."""
+        """Return a match if the pattern matches a whole text, else None."""
         ...
 
 

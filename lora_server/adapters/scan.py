@@ -1,6 +1,6 @@
 """Scan a directory for adapters, and for files that were touched, by stat alone: no file is opened.
 
-Two scans with equal stamps mean that nobody wrote to an adapter between them, added to it, or put another in its place.
+Two scans with equal stamps mean that no file of an adapter was written, added or replaced between them.
 """
 
 from __future__ import annotations

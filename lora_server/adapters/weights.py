@@ -79,7 +79,7 @@ class Weights:
         return b.clone() if pair.kind.fused else b
 
     def _fused_b(self, pair: PairOutline, site: Site, shape: tuple[int, int]) -> torch.Tensor:
-        """Return B [E, out, r] of a fused tensor, whose file has column j*E+e for column j of expert e."""
+        """Return B [E, out, r] of a fused tensor. Column j of expert e is column j*E+e in its file."""
         key, last = (pair.kind.b, pair.b_begin), self._last_fused
         if last is None or last[0] != key:
             num_experts = self._spec.experts_at(site)

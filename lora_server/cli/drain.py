@@ -53,7 +53,7 @@ def _held(server: str, seconds: float) -> int:
     from lora_server.errors import ServerUnavailableError
     from lora_server.wire import lora_server_pb2 as pb
 
-    ask(server, "Server", "Status", pb.StatusRequest())  # where nobody listens there is nothing to wait for
+    ask(server, "Server", "Status", pb.StatusRequest())  # fail at once if no server listens there
     deadline = time.monotonic() + seconds
 
     def held() -> int:

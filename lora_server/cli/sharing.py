@@ -46,7 +46,7 @@ def _ask(server: str, name: str, tenant: str, stop: bool, as_json: bool) -> None
     if as_json:
         print_json(_row(reply))
     else:
-        whom = "all" if reply.all else ", ".join(reply.tenants) or "nobody"
+        whom = "all" if reply.all else ", ".join(reply.tenants) or "no other tenant"
         typer.echo(f"{reply.name}: shared with {whom}")
 
 

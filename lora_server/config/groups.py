@@ -1,4 +1,4 @@
-"""How `serve --help` and docs/configuration.md group the settings, in their order."""
+"""The groups and the order of settings in `serve --help` and docs/configuration.md."""
 
 from __future__ import annotations
 
