@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
-from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import MAX_WAITERS, AdapterRequests, Clients
@@ -23,8 +22,6 @@ from lora_server.wire import lora_server_pb2 as pb
 
 class Controller:
     """Everything that one server's control plane knows; each part is thread-safe."""
-
-    resolver: Resolver | None = None  # adds names that are not registered
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class Controller:
         `copies`: where their files are."""
         self.start = start = StartState()
         self.timings = timings
-        self.agreement, self._require_all, self.allowed = agreement, require_all_adapters, allowed
+        self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination, timings.shard_silence, clock)
         leases = Leases(clock=clock) if leases is None else leases
         self.adapters = ServerAdapters.of(
@@ -62,7 +59,6 @@ class Controller:
             timings,
             clock,
         )
-        self.fetcher = fetcher
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
         world = WorldMembership(self.shards, *places, timings.world_rest, clock)
         self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock)

@@ -69,9 +69,10 @@ class ControllerProcess:
             config.timings,
         )
         controller.adapters.sync.sends = not config.no_copy
+        resolver = None
         if config.resolve:
-            controller.resolver = Resolver(config.resolve, again_seconds=config.timings.resolve_again)
-            self._stack.callback(controller.resolver.close)
+            resolver = Resolver(config.resolve, again_seconds=config.timings.resolve_again)
+            self._stack.callback(resolver.close)
         certificate = certificate_of(config)
         collector = ControllerCollector(controller, certificate)
         self.control: ControlServer | None = None
@@ -83,9 +84,8 @@ class ControllerProcess:
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
             tls = certificate.grpc() if certificate is not None else None
-            control = ControlServer(
-                controller, str(config.listen), door, config.grpc_reflection, self.gate, tls, held=True
-            )
+            listen, reflection = str(config.listen), config.grpc_reflection
+            control = ControlServer(controller, listen, door, reflection, self.gate, tls, held=True, resolver=resolver)
         except RuntimeError as error:
             raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
         self.control = control

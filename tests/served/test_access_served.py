@@ -122,7 +122,7 @@ class Tenants(Server):
     def __init__(self, directory):
         super().__init__(directory)
         self.gate = Gate(self.database)
-        self.controller.allowed = Allowed((str(directory),))
+        self.controller.adapters.rollout.allowed = Allowed((str(directory),))
         scopes = Scopes(self.controller, self.gate)
         self.catalogue, self.clients = AdaptersService(self.controller, scopes), ClientsService(self.controller, scopes)
         self.limit()

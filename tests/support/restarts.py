@@ -40,7 +40,7 @@ class Server:
         memory = self.shard.memory if self.shard is not None else None
         self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger, **self.settings)
         self.adapters = self.controller.adapters
-        self.adapters.rollout._allowed = self.adapters.rollout._allowed._replace(roots=("/",))
+        self.adapters.rollout.allowed = self.adapters.rollout.allowed._replace(roots=("/",))
         self.shard = ToldShard(self.controller, memory)
 
     def kill(self):

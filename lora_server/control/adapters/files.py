@@ -33,7 +33,7 @@ class AdapterFiles:
         self, spec: ModelSpec, catalog: AdapterCatalog, fetcher: Fetcher | None = None, copies: Copies | None = None
     ) -> None:
         """`fetcher` fetches remote adapters; `copies` has the server's own copy of each that was added by name."""
-        self.spec, self._catalog, self._fetcher, self._copies = spec, catalog, fetcher, copies
+        self.spec, self._catalog, self.fetcher, self._copies = spec, catalog, fetcher, copies
         self._tidied: set[int] | None = None  # handles when copies were last tidied; None: some may be left over
 
     @contextlib.contextmanager
@@ -43,7 +43,7 @@ class AdapterFiles:
         Remote files are fetched within `seconds`, while the caller waits, with redirects below `listed`; those of this
         host are copied, since others may change them. Raises AdapterError, OSError.
         """
-        with opened(name, uri, self.spec, self._fetcher, seconds, listed) as found:
+        with opened(name, uri, self.spec, self.fetcher, seconds, listed) as found:
             served = self._catalog.find(name)
             known = served is not None and served.version == found.version
             if self._copies is None or known or is_remote(found.path):

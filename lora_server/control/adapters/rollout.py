@@ -57,7 +57,7 @@ class AdapterRollout:
     ) -> None:
         """`allowed`: where adapters that are added may lie."""
         self._catalog, self._sync, self._admission, self._changes = catalog, sync, admission, changes
-        self._files, self._failures, self._allowed, self._clock = files, failures, allowed, clock
+        self._files, self._failures, self.allowed, self._clock = files, failures, allowed, clock
 
     # -- add
 
@@ -90,7 +90,7 @@ class AdapterRollout:
     def add(self, name: str, uri: str, seconds: float, allowed: Allowed | None = None) -> Record:
         """Register an adapter and wait until every shard has it; take it back if one cannot load it. `allowed`: a
         caller's, where it may take less than the server may. Raises AdapterError, ServerUnavailableError."""
-        began, allowed = self._clock.now(), allowed or self._allowed
+        began, allowed = self._clock.now(), allowed or self.allowed
         try:
             with _readable(uri):
                 self._sync.shards.require_up()
@@ -125,7 +125,7 @@ class AdapterRollout:
     ) -> Record:
         """Make the name mean what lies at `uri` once every shard has it. Fails and changes nothing where one cannot
         load it, or not in time, or `check` raises. `allowed`: as of `add`."""
-        deadline, allowed = self._clock.now() + seconds, allowed or self._allowed
+        deadline, allowed = self._clock.now() + seconds, allowed or self.allowed
         self._sync.shards.require_up()
         allowed.check(uri)
         served = self._updatable(name)

@@ -28,8 +28,8 @@ def disk_metrics(controller: Controller) -> Iterable[Metric]:
     live = controller.shards.live()
     processes = {f"shard {shard}": handle.stats.disk for shard, handle in live.items()}
     nodes = {handle.node: handle.stats.disk for handle in live.values()}
-    if controller.fetcher is not None:
-        nodes[0] = processes["controller"] = pb.DiskStats(**controller.fetcher.use()._asdict())
+    if (fetcher := controller.adapters.files.fetcher) is not None:
+        nodes[0] = processes["controller"] = pb.DiskStats(**fetcher.use()._asdict())
     for name, text, field in _CACHES:
         gauge = GaugeMetricFamily(name, text, labels=["node"])
         for node, disk in sorted(nodes.items()):

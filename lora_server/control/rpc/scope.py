@@ -13,6 +13,7 @@ from lora_server.access.store import Tenant
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.catalog import name_of
 from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.rollout import CheckReplaced
 from lora_server.control.admission.service import CheckInUse
 from lora_server.control.controller import Controller
@@ -26,8 +27,10 @@ MOST_KNOWN = 8  # names that an error lists
 class Scopes:
     """Makes the scopes of calls, and adds and shares adapters for tenants."""
 
-    def __init__(self, controller: Controller, gate: Gate) -> None:
+    def __init__(self, controller: Controller, gate: Gate, resolver: Resolver | None = None) -> None:
+        """`resolver`: where unknown names are resolved, with --resolve."""
         self.gate, self.controller, self._adapters = gate, controller, controller.adapters
+        self.resolver = resolver
 
     def of(self, who: Identity, on_behalf_of: str = "") -> Scope:
         """Return the scope of a caller, or of the tenant that it acts on behalf of. Raises PermissionDeniedError."""
@@ -125,9 +128,9 @@ class Scope:
         return next(iter(self._adapters.listings.known(meant)), meant[0])
 
     def bring(self, full: Iterable[str]) -> None:
-        """Start adding the names that are not registered, if the server has --resolve. Raises ServerBusyError while
-        that runs, UnknownAdapterError or LimitError after it failed."""
-        if (resolver := self._scopes.controller.resolver) is not None:
+        """Have names that nobody registered brought in, where there is a --resolve. Raises ServerBusyError meanwhile,
+        UnknownAdapterError or LimitError where one did not come."""
+        if (resolver := self._scopes.resolver) is not None:
             for name in self._adapters.listings.missing(full):
                 resolver.ask(name, partial(self._scopes.bring, self.who))
 

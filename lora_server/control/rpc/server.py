@@ -18,6 +18,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
 from lora_server.access.rights import CHANGES
 from lora_server.access.service import AccessService
+from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.controller import Controller
@@ -118,6 +119,7 @@ class ControlServer:
         max_strangers: int = MAX_OF_A_HOST,
         files: Callable[[Controller, Threads], FilesService] = FilesService,
         held: bool = False,
+        resolver: Resolver | None = None,
     ) -> None:
         """Raises RuntimeError where it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
@@ -132,7 +134,7 @@ class ControlServer:
         self._threads = leases, joins, waits, access, adds, changes, reads, shards, reading
         self._health = HealthService()
         gate = gate or Gate()
-        scopes = Scopes(controller, gate)
+        scopes = Scopes(controller, gate, resolver)
         adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes)
         own = dict(
             [

@@ -30,7 +30,7 @@ class AdaptersService:
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
         self._adapters, self._scopes = controller.adapters, scopes
-        self._leases, self._allowed = controller.clients.leases, controller.allowed
+        self._leases, self._allowed = controller.clients.leases, controller.adapters.rollout.allowed
 
     def Add(self, request: pb.AddAdapterRequest, who: Identity) -> pb.Adapter:
         seconds = _wait_seconds(request)

@@ -364,7 +364,8 @@ def test_a_tenants_limits_are_enforced(gated, monkeypatch):
         store.set_tenant(Tenant("acme", **limits))
         gate.cache.refresh()
 
-    monkeypatch.setattr(gated.controller, "allowed", gated.controller.allowed._replace(roots=("/adapters",)))
+    rollout = gated.controller.adapters.rollout
+    monkeypatch.setattr(rollout, "allowed", rollout.allowed._replace(roots=("/adapters",)))
     for limits, text in (
         ({"max_adapters": 2}, "tenant acme: got 3 adapters, 2 may be; remove some"),
         ({"max_bytes": 1}, "tenant acme: got adapters of 2 B, 1 B may be"),
