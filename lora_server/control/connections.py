@@ -45,9 +45,16 @@ class Peer(NamedTuple):
 class ConnectionLimit:
     """Ends the oldest connections that proved nothing, of a host or in all, where these are too many. One thread's."""
 
-    def __init__(self, port: int, max_of_a_host: int = MAX_OF_A_HOST, max_strangers: int = MAX_STRANGERS) -> None:
+    def __init__(
+        self,
+        port: int,
+        max_of_a_host: int = MAX_OF_A_HOST,
+        max_strangers: int = MAX_STRANGERS,
+        proven: set[Peer] | None = None,
+    ) -> None:
+        """`proven`: connections that showed a good token or lease. They are never ended; closed ones are removed."""
         self._port, self._max_of_a_host, self._max_strangers = port, max_of_a_host, max_strangers
-        self.proven: set[Peer] = set()  # showed a good token or lease: never ended here
+        self.proven: set[Peer] = set() if proven is None else proven
         self._sockets: dict[int, Peer | None] = {}  # by inode, oldest first; None: not of this port
         self._complain = Repeats(log.warning)
 
@@ -61,7 +68,7 @@ class ConnectionLimit:
             return
         self._sockets = known | new
         here = {inode: peer for inode, peer in self._sockets.items() if peer is not None}
-        self.proven &= set(here.values())
+        self.proven.intersection_update(here.values())
         for inode in self._excess({inode: peer for inode, peer in here.items() if peer not in self.proven}):
             self._complain(
                 here[inode].host,

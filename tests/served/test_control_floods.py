@@ -125,13 +125,13 @@ def test_silent_calls_refuse_no_call_of_others(channels):
         for channel in (there, comes):
             for _ in range(5):
                 assert not beat(controller, address, channel, lease).forgot
-        assert len(control._listener._silent) <= 20
+        assert len(control._listener._handler.silent) <= 20
 
 
 def test_a_connection_with_many_silent_calls_ends_none_of_another():
     with serving(max_silent_calls=20) as (control, *_, address), contextlib.ExitStack() as stack:
         (own,) = stack.enter_context(silent(address, HEALTH, 1, 1))
-        until(lambda: len(control._listener._silent) == 1, "the first is there")
+        until(lambda: len(control._listener._handler.silent) == 1, "the first is there")
         begun = stack.enter_context(silent(address, HEALTH, 60, 2))
         until(lambda: busy_ones(begun) == 41, "one more than its own")
         assert not own.done()

@@ -150,85 +150,19 @@ class StreamCall(NamedTuple, Generic[_M]):
 Service: TypeAlias = dict[str, "Unary | Stream"]  # by name of the method
 
 
-class Listener:
-    """A gRPC server that serves from its constructor on, until `close`.
+class CallHandler:
+    """Serves each call of a listener: authenticates its caller, bounds its message, answers or refuses it.
 
-    Raises RuntimeError if it cannot listen at `address`.
+    On the event loop's thread alone.
     """
 
-    def __init__(
-        self,
-        address: str,
-        services: dict[str, Service],
-        gate: Gate,
-        reflected: Sequence[str] = (),
-        tls: grpc.ServerCredentials | None = None,
-        timings: Timings = DEFAULTS,
-        max_silent_calls: int = MAX_SILENT_CALLS,
-        max_strangers: int = MAX_OF_A_HOST,
-        held: bool = False,
-    ) -> None:
-        """`reflected`: services that gRPC reflection lists to anyone. `max_strangers`: limit on a host's connections
-        that have not authenticated. `held`: a socket of this user that does not listen already holds the port;
-        otherwise the port must be free."""
-        self._gate, self._tls, self._timings, self._max_strangers = gate, tls, timings, max_strangers
-        self._options = *OPTIONS, ("grpc.so_reuseport", int(held))
-        self._silent = SilentCalls(timings.first_message, max_silent_calls)
-        self.calls = Calls()
-        self._guard, self._ended = threading.Lock(), False
-        started: Future[int] = Future()
-        args = address, services, reflected, started
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(*args)), name="grpc", daemon=True)
-        self._thread.start()
-        self.port = started.result(START_SECONDS)
+    def __init__(self, gate: Gate, silent: SilentCalls) -> None:
+        self._gate, self.silent = gate, silent
+        self.proven: set[Peer] = set()  # connections that showed a good token or lease
 
-    async def _serve(
-        self, address: str, services: dict[str, Service], reflected: Sequence[str], started: Future[int]
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._closing: asyncio.Future[float] = self._loop.create_future()
-        try:
-            server, port = await self._start(address, services, reflected)
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        self._connections = ConnectionLimit(port, self._max_strangers)
-        bounding = asyncio.ensure_future(self._bound_connections())
-        started.set_result(port)
-        await server.stop(await self._closing)
-        bounding.cancel()
-        with self._guard:
-            self._ended = True
-        await asyncio.sleep(0)  # what was begun starts, so that it can be cancelled
+    def serving(self, call: str, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return what gRPC calls for a method, which is named `call` to the gate."""
 
-    async def _bound_connections(self) -> None:
-        while True:
-            self._connections.enforce()
-            await asyncio.sleep(self._timings.connection_look)
-
-    async def _start(
-        self, address: str, services: dict[str, Service], reflected: Sequence[str]
-    ) -> tuple[grpc.aio.Server, int]:
-        limits = {
-            "grpc.max_connection_idle_ms": self._timings.grpc_idle,
-            "grpc.server_handshake_timeout_ms": self._timings.handshake,
-        }
-        options = [*self._options, *((name, int(1000 * seconds)) for name, seconds in limits.items())]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
-        for service, of_service in services.items():
-            short = service.rpartition(".")[2]
-            handlers = {name: self._handler(f"{short}/{name}", method) for name, method in of_service.items()}
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        if reflected:
-            from grpc_reflection.v1alpha import reflection
-
-            reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], server)
-        tls = self._tls
-        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
-        await server.start()
-        return server, port
-
-    def _handler(self, call: str, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(_: object, context: Context) -> None:
             shown = _shown(context)
             signed = self._gate.signed(call, shown)
@@ -240,14 +174,14 @@ class Listener:
                 peer, who = Peer.of_grpc(context.peer()), self._gate.admit(call, shown)
                 bind_tenant(who.tenant)
                 if who.token:
-                    self._connections.proven.add(peer)
+                    self.proven.add(peer)
                 if isinstance(method, Unary):
                     message = await self._first(context, peer, method.request)
                     check_message(shown, message)
                     request = _bounded(method.request, message)
                     reply = await method.threads.run(method.answer, request, who)
                     if method.proves:
-                        self._connections.proven.add(peer)
+                        self.proven.add(peer)
                     data = reply.SerializeToString(deterministic=True)
                     context.set_trailing_metadata(prove(proofs.reply(data)))
                     await context.write(data)
@@ -269,15 +203,98 @@ class Listener:
             while (data := await context.read()) is not _EOF:
                 yield _parse(method.request, data)
 
-        call: StreamCall[Any] = StreamCall(rest(), write, lambda: self._connections.proven.add(peer))
+        call: StreamCall[Any] = StreamCall(rest(), write, lambda: self.proven.add(peer))
         await method.serve(_bounded(method.request, await self._first(context, peer, method.request)), call)
 
     async def _first(self, context: Context, peer: Peer, kind: type[Message]) -> bytes:
-        """Read a call's first message; raises ProtocolError, ServerBusyError."""
-        data: bytes = await self._silent.first(context.read(), peer, self._connections.proven)
+        """The message that a call begins with; raises ProtocolError, ServerBusyError."""
+        data: bytes = await self.silent.first(context.read(), peer, self.proven)
         if data is _EOF:
             raise ProtocolError(f"the call ended without a message; expected one {kind.DESCRIPTOR.name}")
         return data
+
+
+class Listener:
+    """Serves from its constructor on, until `close`. Raises RuntimeError where it cannot listen at `address`."""
+
+    def __init__(
+        self,
+        address: str,
+        services: dict[str, Service],
+        gate: Gate,
+        reflected: Sequence[str] = (),
+        tls: grpc.ServerCredentials | None = None,
+        timings: Timings = DEFAULTS,
+        max_silent_calls: int = MAX_SILENT_CALLS,
+        max_strangers: int = MAX_OF_A_HOST,
+        held: bool = False,
+    ) -> None:
+        """`reflected`: services that whoever asks may learn of. `max_strangers`: connections of a host that proved
+        nothing yet. `held`: the port, by a socket of this user's that does not listen; else it is this one's alone."""
+        self._timings, self._options = timings, (*OPTIONS, ("grpc.so_reuseport", int(held)))
+        self._handler = CallHandler(gate, SilentCalls(timings.first_message, max_silent_calls))
+        self.calls = Calls()
+        self._guard, self._ended = threading.Lock(), False
+        started: Future[int] = Future()
+        args = address, tls, services, reflected, max_strangers, started
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(*args)), name="grpc", daemon=True)
+        self._thread.start()
+        self.port = started.result(START_SECONDS)
+
+    async def _serve(
+        self,
+        address: str,
+        tls: grpc.ServerCredentials | None,
+        services: dict[str, Service],
+        reflected: Sequence[str],
+        max_strangers: int,
+        started: Future[int],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing: asyncio.Future[float] = self._loop.create_future()
+        try:
+            server, port = await self._start(address, tls, services, reflected)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        limit = ConnectionLimit(port, max_strangers, proven=self._handler.proven)
+        bounding = asyncio.ensure_future(self._bound_connections(limit))
+        started.set_result(port)
+        await server.stop(await self._closing)
+        bounding.cancel()
+        with self._guard:
+            self._ended = True
+        await asyncio.sleep(0)  # what was begun starts, so that it can be cancelled
+
+    async def _bound_connections(self, limit: ConnectionLimit) -> None:
+        while True:
+            limit.enforce()
+            await asyncio.sleep(self._timings.connection_look)
+
+    async def _start(
+        self,
+        address: str,
+        tls: grpc.ServerCredentials | None,
+        services: dict[str, Service],
+        reflected: Sequence[str],
+    ) -> tuple[grpc.aio.Server, int]:
+        limits = {
+            "grpc.max_connection_idle_ms": self._timings.grpc_idle,
+            "grpc.server_handshake_timeout_ms": self._timings.handshake,
+        }
+        options = [*self._options, *((name, int(1000 * seconds)) for name, seconds in limits.items())]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
+        for service, of_service in services.items():
+            short = service.rpartition(".")[2]
+            handlers = {name: self._handler.serving(f"{short}/{name}", method) for name, method in of_service.items()}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        if reflected:
+            from grpc_reflection.v1alpha import reflection
+
+            reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], server)
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+        await server.start()
+        return server, port
 
     def run(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start a coroutine on the event loop. Raises ServerUnavailableError once the loop has ended."""
