@@ -240,7 +240,9 @@ def test_the_version_follows_the_weights_and_their_meaning(tmp_path):
 
     first = version("a", 1)
     assert first == version("b", 1) and len(first) == 64
-    assert first not in (version("c", 2), version("d", 1, alpha=5.0), version("e", 1, rslora=True))
+    others = [version("c", 2), version("d", 1, alpha=5.0), version("e", 1, rslora=True)]
+    others += [version(f"f{n}", 1, invocation=[17, 18][:n]) for n in (1, 2)]
+    assert len({first, *others}) == 6
     config = tmp_path / "b" / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "x/other", "lora_dropout": 0.5}
     config.write_text(json.dumps(fields))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from client_connector.alora import invocation_start
 from client_connector.transformers import attach
 from lora_server import spec
-from lora_server.adapters import open_adapter
+from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.inproc import InprocServer
@@ -106,14 +106,3 @@ def test_embeddings_alone_are_refused(served):
     embeds = model.get_input_embeddings()(torch.tensor([[5, 6, 7]]))
     with attach(model, server) as lora, lora.adapters(["check"]), pytest.raises(ConfigError, match="input_ids"):
         model(inputs_embeds=embeds)
-
-
-def test_the_invocation_is_part_of_the_version(served, tmp_path):
-    model, _, server = served
-    versions = set()
-    for index, invocation in enumerate((None, [17], [17, 18])):
-        tiny.make_adapter(model, tmp_path / str(index), seed=1, lora_rank=2, targets="qv", invocation=invocation)
-        with open_adapter(tmp_path / str(index), server.placement.spec) as adapter:
-            versions.add(adapter.version())
-            assert (adapter.invocation.tokens if adapter.invocation else None) == (invocation and tuple(invocation))
-    assert len(versions) == 3

@@ -34,17 +34,6 @@ from lora_server.demo import children
 subprocess.Popen(children.own([sys.executable, "-c", {CHILD!r}]))
 sys.stdin.read()
 """
-TESTER = """
-import sys
-from pathlib import Path
-from lora_server.demo.launch import launch
-from tests.support.serving import start_engine
-server = launch(Path(sys.argv[1]), "--base-model", sys.argv[2], "--adapters", sys.argv[3], "--layout", "ep2-pp1")
-server.wait_ready()
-engine = start_engine(sys.argv[2], server.address, "fused")
-print("up", flush=True)
-engine.wait()
-"""
 
 
 def start(*command, **options):
@@ -137,18 +126,6 @@ def test_a_demo_that_is_asked_to_end_cleans_up():
         assert (demo.returncode, "Traceback" in errors) == (128 + signal.SIGTERM, False), errors
         all_gone(family)
         assert not list(scratch.glob("lora-*"))
-
-
-@pytest.mark.long
-def test_nothing_is_left_of_a_killed_test(load, tmp_path):
-    parent = start("-c", TESTER, str(tmp_path / "log"), str(load.base), str(load.adapters))
-    try:
-        assert parent.stdout.readline() == "up\n"
-        family = [*descendants(parent.pid), *keepers(parent.pid)]
-        assert len(family) == 8, "a server, its fork server and controller, two shards, an engine, two keepers"
-    finally:
-        end(parent)
-    all_gone(family)
 
 
 NODE = """

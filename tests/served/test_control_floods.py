@@ -421,14 +421,6 @@ def test_a_lease_is_spoken_for_only_by_its_holder(server):
     assert controller.clients.leases.proven(victim.proof) is victim
 
 
-def test_what_one_call_asks_for_is_bounded(server):
-    _, controller, address = server
-    lease = controller.clients.leases.grant("engine")
-    request = signed(pb.AcquireRequest(names=["a"] * 400_000), lease.proof)
-    with open_channel(address) as channel, pytest.raises(ConfigError, match=r"names: got 400,000 items"):
-        call(rpc.ClientsStub(channel).Acquire, request, server=address, seconds=HANG_SECONDS)
-
-
 def test_cancelled_tickets_that_never_come_are_bounded(server):
     _, controller, address = server
     proof = controller.clients.leases.grant("engine").proof

@@ -19,10 +19,9 @@ from lora_server.daemon.processes import Child
 from lora_server.demo import children
 from lora_server.errors import ServerUnavailableError
 from lora_server.timings import Timings
-from tests.support import processes as scripts
 from tests.support.forked_child import Who
 from tests.support.processes import ROOT
-from tests.support.serving import HANG_SECONDS, all_gone, descendants, until
+from tests.support.serving import HANG_SECONDS, all_gone, until
 
 CHILD = "tests.support.forked_child"
 
@@ -194,20 +193,6 @@ os.write(2, said + str(child.wait(60)).encode())
     assert msgspec.json.decode(who, type=Who).parent and code == b"5"
 
 
-PARENT = """
-import subprocess, sys
-from lora_server.demo import children
-from tests.support.forked import ForkedPopen, Forks
-with Forks().instead_of(children):
-    command = [sys.executable, "-m", "lora_server", "status", "--watch", "--json", "--server", "127.0.0.1:1"]
-    child = children.start(command, stdout=subprocess.PIPE)
-    assert isinstance(child, ForkedPopen), child
-    assert child.stdout.readline()
-    print(child.pid, flush=True)
-    sys.stdin.read()
-"""
-
-
 def run(how, *command):
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = how([sys.executable, "-m", *command], **pipes)
@@ -223,36 +208,3 @@ def test_a_forked_command_says_what_a_fresh_one_says(arguments):
     command = ("lora_server", *arguments)
     kind, forked = run(children.start, *command)
     assert (kind, forked) == ("ForkedPopen", run(fresh, *command)[1])
-
-
-def test_a_forked_command_is_a_child_in_a_group_of_its_own():
-    """An engine waits for its job on stdin; without one it ends as a fresh one does."""
-    command = [sys.executable, "-m", "lora_server.demo.engine"]
-    with children.start(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        it = psutil.Process(child.pid)
-        until(lambda: it.name().startswith("python"), "it is no fork server any more")
-        assert (it.ppid(), os.getpgid(child.pid)) == (os.getpid(), child.pid)
-        errors = child.communicate(timeout=HANG_SECONDS)[1]
-    assert child.returncode == 1 and b"msgspec.DecodeError: Input data was truncated" in errors
-    with children.start(command, stdin=subprocess.PIPE) as child:
-        child.terminate()
-    assert child.returncode == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("name", ["PYTHONPATH", "HF_HOME"])
-def test_an_environment_that_imports_may_read_starts_afresh(monkeypatch, name):
-    monkeypatch.setenv(name, "/elsewhere:" + os.environ.get(name, ""))
-    kind, (code, *_) = run(children.start, "lora_server", "--version")
-    assert (kind, code) == ("Popen", 0)
-
-
-def test_nothing_is_left_of_a_parent_that_is_killed():
-    """Neither of its fork server nor of what that forked, a command that goes on for ever."""
-    parent = scripts.start(PARENT)
-    try:
-        child = int(scripts.line_of(parent, HANG_SECONDS))
-        family = descendants(parent.pid)
-        assert child in [one.pid for one in family] and len(family) == 2, "and a fork server"
-    finally:
-        scripts.end(parent)
-    all_gone(family)

@@ -19,7 +19,6 @@ from client_connector.routing import Batch
 from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
-from client_connector.vllm.settings import configured
 from lora_server import errors
 from lora_server.address import Address
 from lora_server.demo import tiny
@@ -322,8 +321,3 @@ def test_a_server_that_comes_back_with_such_an_adapter_is_logged_as_an_error(loa
         assert "['fused'] are adapters of the server" in said
         assert "hides adapters" in second.tail()
         leases.close()
-
-
-def test_the_names_travel_in_the_engines_config():
-    found = configured({"lora_server": Settings("h:1", served_names=("base", "mixtral")).as_config()}, {})
-    assert found.served_names == ("base", "mixtral")

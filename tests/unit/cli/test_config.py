@@ -70,10 +70,6 @@ def test_every_kind_of_setting_comes_from_the_environment(monkeypatch):
             patch.setenv(f"LORA_SERVER_{name.upper()}", value)
             read = str(getattr(config.load({"base_model": "x"}), name))
             assert read == ("fe80::1%eth0" if name == "advertise" else value)
-            patch.setenv(f"LORA_SERVER_{name.upper()}", "no where")
-            if name != "adapters":
-                with pytest.raises(ConfigError, match=name.replace("_", "-")):
-                    config.load({"base_model": "x"})
 
 
 def test_processes_of_a_node_take_nothing_from_the_environment(monkeypatch, tmp_path):

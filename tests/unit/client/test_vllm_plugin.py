@@ -50,7 +50,7 @@ def test_where_the_address_comes_from(config, environment, address):
 
 
 def test_settings_travel_in_the_engines_config():
-    own = {"address": "h:3", "timeout_seconds": 2}
+    own = {"address": "h:3", "timeout_seconds": 2, "served_names": ["base", "mixtral"]}
     found = configured({"lora_server": own}, {"LORA_SERVER_ON_FAILURE": "base_model"})
     assert (found.timeout_seconds, found.on_failure) == (2.0, "base_model")
     assert of_engine(SimpleNamespace(additional_config={KEY: found.as_config()})) == found

@@ -7,17 +7,12 @@ from structlog.testing import capture_logs
 
 from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOST, SPACING_SECONDS, Lookahead
 from lora_server.control.prefetch import MAX_AHEAD_US, SPACING_US
-from lora_server.control.rpc.registration import Doorkeeper
-from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import LeaseError
 from lora_server.timings import Timings
+from lora_server.transport.session import MAX_PREFETCHED
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call, open_channel
-from lora_server.wire.terms import MAX_PREFETCHED, Proof
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import until
-from tests.support.signed import signed
 
 
 class Told(ToldShard):
@@ -43,30 +38,6 @@ def rig():
     controller.requests.acquire(lease.proof, ["law", "art"])
     yield controller.clients, shard, lease
     shard.close()
-
-
-def test_only_a_client_that_proves_its_lease_is_heard(rig):
-    """By way of the real call: there is no other way in."""
-    clients, shard, lease = rig
-    control = ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper("secret"))
-    other = clients.leases.grant("another")
-    address = f"127.0.0.1:{control.port}"
-    with open_channel(address) as channel:
-
-        def say(**wrong):
-            proof = {"client": lease.client, "epoch": lease.epoch, "key": lease.key} | wrong
-            request = signed(pb.PrefetchRequest(needs=[pb.Need(handle=3)]), Proof(**proof))
-            call(rpc.ClientsStub(channel).Prefetch, request, server=address, seconds=60)
-
-        forged = [{"key": key} for key in (other.key, b"")] + [{"client": client} for client in (99, other.client)]
-        for wrong in (*forged, {"epoch": lease.epoch + 1}):
-            with pytest.raises(LeaseError):
-                say(**wrong)
-        assert shard.prefetches == []
-        say()
-        until(lambda: shard.prefetches, "the good one arrives", 60)
-    control.close(1.0)
-    assert shard.prefetches == [(lease.client, [(3, 0)])]
 
 
 def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
