@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from client_connector.alora import invocation_start
 from client_connector.transformers import attach
 from lora_server import spec
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.inproc import InprocServer

@@ -57,7 +57,7 @@ def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
     (client,) = scene.clients
     for body in (client.bodies[1], client.bodies[3]):
         for at in range(0, body.parts.rows, 4):
-            for value in (0, 3, 0x7FFFFFFF, 0x80000001):
+            for value in (0, 3, 1 << 22, 0x7FFFFFFF, 0x80000001):
                 client.seq += 1
                 memory = client.memory(body, scene.handles, client.seq, 2**40)
                 memory[at : at + 4] = value.to_bytes(4, "little")

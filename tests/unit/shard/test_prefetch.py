@@ -9,8 +9,8 @@ from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOS
 from lora_server.control.prefetch import MAX_AHEAD_US, SPACING_US
 from lora_server.errors import LeaseError
 from lora_server.timings import Timings
-from lora_server.transport.session import MAX_PREFETCHED
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import MAX_PREFETCHED
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import until
 
