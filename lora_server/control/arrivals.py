@@ -40,7 +40,7 @@ class Arrivals:
         restarted: bool,
         listed: Sequence[Version] | None = None,
     ) -> None:
-        """`listed`: what the ledger says, if there is one."""
+        """`listed`: the ledger's versions, None without a ledger."""
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
         self._start, self._restarted, self._listed = start, restarted, listed
         self.run = ""
@@ -133,7 +133,7 @@ class Arrivals:
             follower.commands.send(pb.ShardCommand(follow=told))
 
     def depart(self, handle: ShardHandle) -> None:
-        """A shard's stream ended."""
+        """Remove a shard that lost its stream."""
         if self._shards.depart(handle):
             fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
             if handle.leaving or self._shards.closed:

@@ -1,4 +1,4 @@
-"""Whether the caller of the RPC that this thread works for still waits: slow work ends with it."""
+"""Tells a thread whether the caller of the RPC that it works for still waits, so that slow work can stop early."""
 
 from __future__ import annotations
 

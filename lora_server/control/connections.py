@@ -43,7 +43,7 @@ class Peer(NamedTuple):
 
 
 class ConnectionLimit:
-    """Ends the oldest connections that proved nothing, of a host or in all, where these are too many. One thread's."""
+    """Ends the oldest unauthenticated connections beyond a limit per host, and in all. For one thread."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ConnectionLimit:
     ) -> None:
         """`proven`: connections that showed a good token or lease. They are never ended; closed ones are removed."""
         self._port, self._max_of_a_host, self._max_strangers = port, max_of_a_host, max_strangers
-        self.proven: set[Peer] = set() if proven is None else proven
+        self.proven: set[Peer] = set()  # peers that showed a valid token or lease: never ended here
         self._sockets: dict[int, Peer | None] = {}  # by inode, oldest first; None: not of this port
         self._complain = Repeats(log.warning)
 
@@ -109,7 +109,7 @@ class ConnectionLimit:
 
 
 def _open_sockets() -> list[tuple[int, int]]:
-    """Inode and descriptor of each socket of this process. Raises OSError where no descriptor is free to look with."""
+    """Yield the inode and descriptor of each socket of this process. Raises OSError if no descriptor is free."""
     found = []
     for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208  (many)
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def _open_sockets() -> list[tuple[int, int]]:
 
 
 def _end(fd: int, inode: int) -> None:
-    """Unless the descriptor names another socket by now."""
+    """Shut down the socket of a descriptor, unless the descriptor names another socket by now."""
     with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as sock:
         if os.fstat(sock.fileno()).st_ino == inode:
             sock.shutdown(socket.SHUT_RDWR)

@@ -38,9 +38,9 @@ class Controller:
         clock: Clock = SYSTEM,
         max_waiters: int = MAX_WAITERS,
     ) -> None:
-        """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
-        adapters from far; `allowed`: where those that are added may lie; `ledger`: where those are kept for good,
-        `copies`: where their files are."""
+        """`restarted`: an earlier controller of this node may have registered the start-up directory. `fetcher` fetches
+        remote adapters; `allowed` restricts the sources of adapters that are added; `ledger` keeps these adapters
+        for good, `copies` their files."""
         self.start = start = StartState()
         self.timings = timings
         self.agreement, self._require_all = agreement, require_all_adapters

@@ -17,7 +17,7 @@ NO_URL = "none"
 
 
 class Allowed(NamedTuple):
-    """`roots` are resolved directories of this host; `sources` what URLs begin with, any where there are none."""
+    """Allowed sources. `roots`: resolved directories of this host; `sources`: URL prefixes, none to allow any URL."""
 
     roots: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -37,8 +37,8 @@ class Allowed(NamedTuple):
         return cls(tuple(resolved), prefixes(config.allow_source))
 
     def check(self, uri: str) -> None:
-        """Links are followed first, also those of the adapter's files. Raises AdapterSourceError, which says the same
-        of what exists and of what does not."""
+        """Check a path or URL, after following links, also those of the adapter's files. Raises AdapterSourceError; its
+        text does not tell whether a path that is not allowed exists."""
         if is_remote(uri):
             self._check_url(canonical(uri))
             return

@@ -18,8 +18,10 @@ from lora_server.errors import AdapterExistsError, UnknownAdapterError
 
 
 class AdapterCatalog:
-    """Thread-safe; its lock is a leaf, so it never blocks. A change of what a name means is written to `ledger` first,
-    by `AdapterRollout` or a source, which hold `AdapterRollout.changing`.
+    """Names, versions and refusals. Thread-safe; its lock is a leaf, so it never blocks.
+
+    A change of what a name means is written to `ledger` first, by `AdapterRollout` or a source; both hold
+    `CatalogChanges.lock` meanwhile.
 
     A version is *listed* while its name means it, *coming* while shards load it to replace the listed one, and drains
     otherwise. Handles are never used twice, so a late step of a removed adapter meets no other's weights.
@@ -64,12 +66,12 @@ class AdapterCatalog:
             return list((self._by_name if listed else self._by_handle).values())
 
     def is_listed(self, record: Record) -> bool:
-        """Return whether its name means it."""
+        """Return whether the name of this version means it."""
         listed = self._by_name.get(record.name)
         return listed is not None and listed.handle == record.handle
 
     def is_wanted(self, record: Record) -> bool:
-        """Return whether it is listed or coming."""
+        """Return whether a version is listed or coming."""
         return self.is_listed(record) or record.handle in self._coming
 
     def marks(self) -> tuple[frozenset[int], list[int]]:

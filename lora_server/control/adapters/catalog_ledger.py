@@ -12,7 +12,7 @@ class CatalogLedger:
     """Writes what the catalog changes to `stored`, if there is a ledger; adapters of a directory have no versions
     there, only their pins.
 
-    Every method but `reserve` may block on the database: call it under `AdapterRollout.changing`, without any other
+    Every method but `reserve` may block on the database: call it under `CatalogChanges.lock`, without any other
     lock. Raises ServerUnavailableError where the database is not reached; then nothing was changed.
     """
 

@@ -20,7 +20,7 @@ class UpdateFailures:
     controller."""
 
     def __init__(self, kept: Attempts | None) -> None:
-        """Raises ServerUnavailableError."""
+        """Read the stored reasons; raises ServerUnavailableError."""
         self._kept = kept
         self._why = kept.all() if kept is not None else {}
 

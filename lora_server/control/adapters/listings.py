@@ -30,7 +30,7 @@ class Listing(NamedTuple):
 
 
 class AdapterListings:
-    """Reads of several owners put together; it has no state and no lock, so an answer may span a change."""
+    """Lists adapters from what several objects know. It has no state and no lock, so an answer may span a change."""
 
     def __init__(
         self, catalog: AdapterCatalog, sync: ShardSync, holds: ClientHolds, failures: UpdateFailures, layers: int
@@ -89,7 +89,7 @@ class AdapterListings:
 
     @property
     def num_warned(self) -> int:
-        """Adapters with a warning."""
+        """Return the number of adapters with a warning."""
         return sum(bool(one.warnings or self._not_served(one)) for one in self._catalog.records())
 
     def _listing(self, record: Record) -> Listing:

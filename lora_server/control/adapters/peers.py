@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class PeerSource:
-    """One thread calls `refresh`, again and again."""
+    """Applies the ledger's changes to this server's catalog. One thread calls `refresh` periodically."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class CatalogRecovery:
     """
 
     def __init__(self, catalog: AdapterCatalog, files: AdapterFiles) -> None:
-        """Raises ServerUnavailableError."""
+        """Read the deadlines of draining versions; raises ServerUnavailableError."""
         self._catalog, self._files = catalog, files
         self._listed, self._not_listed = set[int](), set[int]()  # handles, as shards keep them
         self._gone: set[int] = set()  # handles that an earlier controller dropped

@@ -28,7 +28,7 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 class QueuePosition(NamedTuple):
-    """No place yet: the place in the queue, from 1 on, and what it waits for."""
+    """A queued ticket's position, from 1 on, and the reason why it waits."""
 
     position: int
     reason: str
@@ -47,8 +47,10 @@ class AdmissionCounters:
 
 @dataclass
 class AdmissionQueue:
-    """Not thread-safe: `AdmissionService` has the lock. `resolve` gives the handles of names, or raises why there are
-    none; `send` takes what shards are told, before a client is answered: which adapters are active, and held by it.
+    """Admits tickets by the rule above. Not thread-safe: `AdmissionService` has the lock.
+
+    `resolve` returns the handles of names, or raises why there are none. `send` sends commands to the shards before a
+    client is answered: which adapters are active, and held by it.
     """
 
     resolve: Callable[[Sequence[str]], list[int]]
@@ -67,7 +69,10 @@ class AdmissionQueue:
     def acquire(
         self, client: int, number: int, names: Sequence[str], tenant: str = "", weight: float = 1.0
     ) -> list[int] | QueuePosition:
-        """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
+        """Hold all of these adapters for a client, or queue a ticket; raises why they cannot be held.
+
+        A ticket of number 0 is refused instead of queued.
+        """
         if not names:  # a client that asks whether its lease is good
             return []
         key = client, number

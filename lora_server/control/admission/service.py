@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class AdmissionService:
-    """Holds, queue and capacity. Thread-safe.
+    """The admission of clients: holds, queue and capacity under one lock. Thread-safe.
 
     Its lock is taken before those of `ShardSync` and the catalog: a name is resolved and held in one step, so that no
     version is dropped in between. It never blocks, but for `wait_admitted` and `pause`, which release it meanwhile.

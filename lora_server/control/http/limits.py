@@ -52,7 +52,7 @@ def limited(app: ASGIApp, seconds: float = Timings.http_request) -> uvicorn.Conf
 
 
 class _Connection(H11Protocol):
-    """uvicorn waits for ever for the rest of a request, and for a reader of the answer; this one does not."""
+    """A connection with deadlines: uvicorn alone waits without limit for a request's rest, and for a slow reader."""
 
     request_seconds: float
     _deadline: asyncio.TimerHandle
@@ -77,13 +77,13 @@ class _Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete and self.scope["path"] in PROBES
 
     def on_response_complete(self) -> None:
-        """Time for the next request."""
+        """Start the deadline of the connection's next request."""
         super().on_response_complete()
         self._deadline.cancel()
         self._deadline = self.loop.call_later(self.request_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No time needed any more."""
+        """Cancel the connection's deadline."""
         self._deadline.cancel()
         super().connection_lost(exc)
 
@@ -99,8 +99,8 @@ class _OneLineHandler(logging.Handler):
 
 
 def one_line() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """The loop's exception handler: a line for each kind of failure, then one with a count now and then. (Where no
-    descriptor is left asyncio calls it 256 times a second and more.)"""
+    """Return an exception handler for the event loop that logs each kind of failure once, then counts at a low rate.
+    (Without a free descriptor asyncio calls it over 256 times a second.)"""
     complain = Repeats(log.warning)
 
     def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /metrics over HTTP, and what else the caller has to say."""
+"""An HTTP server for /livez, /readyz, /metrics and further paths of the process that runs it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class HttpGate(Protocol):
 
 
 class HttpServer:
-    """Serves until closed. `not_ready` says why not, or ''; it and `more`, by path, may block.
+    """An HTTP server, which serves until closed. `not_ready` returns why the process is not ready, or ''; it and the
+    handlers of `more`, by path, may block.
 
     Raises OSError where it cannot listen.
     """
@@ -65,7 +66,7 @@ class HttpServer:
         look_seconds: float = Timings.connection_look,
         held: bool = False,
     ) -> None:
-        """`held`: the port, by a socket of this user's that does not listen."""
+        """`held`: a socket of this user that does not listen already holds the port."""
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
@@ -174,7 +175,10 @@ def _gated(path: str, answer: Answer, gate: HttpGate | None) -> Answer:
 
 
 def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that may block, and not the loop: BLOCKING_THREADS at a time. Not waited for at the end."""
+    """Return an endpoint that runs a handler in one of BLOCKING_THREADS threads, so that it does not block the loop.
+
+    The server does not wait for the threads at its end.
+    """
     limiter = CapacityLimiter(BLOCKING_THREADS)
 
     async def endpoint(request: Request) -> Response:

@@ -65,7 +65,7 @@ class Agreement:
 
 
 def require_work(placement: Placement) -> None:
-    """Raises ConfigError for a layout in which a shard would own nothing, and so only cost memory and ports."""
+    """Raise ConfigError for a layout in which a shard would own nothing, and so only cost memory and ports."""
     spec, layout = placement.spec, placement.layout
     most_stages = min(layout.pp, spec.layers)
     widths = [placement.stage_width(stage) for stage in range(most_stages)]

@@ -50,7 +50,7 @@ class Leases:
         self._lock = threading.Lock()
 
     def grant(self, instance: str, served_names: Iterable[str] = (), tenant: str = "", token: str = "") -> ClientLease:
-        """A new client. Raises LimitError."""
+        """Grant a lease to a new client. Raises LimitError."""
         with self._lock:
             clients = sum((one.tenant, one.token) == (tenant, token) for one in self._leases.values())
             if clients >= self._most_per_token:
@@ -68,7 +68,7 @@ class Leases:
             return lease
 
     def adopt(self, grant: pb.Grant) -> bool:
-        """A client that an earlier controller let in; False if it is known."""
+        """Take over a client of an earlier controller; return False if it is known already."""
         client, names = grant.client, tuple(grant.served_names)
         with self._lock:
             self._next_client = max(self._next_client, client + 1)
@@ -87,12 +87,16 @@ class Leases:
             return next((lease.instance for lease in serving if lease.tenant in ("", tenant)), None)
 
     def reserve(self, client: int) -> None:
-        """Ids up to this one were used by an earlier controller."""
+        """Never use client ids up to this one: an earlier controller used them."""
         with self._lock:
             self._next_client = max(self._next_client, client + 1)
 
+    def is_known(self, client: int, epoch: int) -> bool:
+        """Return whether this client and epoch have a lease."""
+        return self.find(client, epoch) is not None
+
     def find(self, client: int, epoch: int) -> ClientLease | None:
-        """Return the lease of a client at an epoch; None once it has ended."""
+        """Return the lease of this client and epoch, None if it is gone."""
         with self._lock:
             lease = self._leases.get(client)
             return lease if lease is not None and lease.epoch == epoch else None

@@ -37,8 +37,14 @@ class PendingCommand:
 class CommandQueue:
     """Commands to one shard, in order, and those that it has not reported on yet. Thread-safe."""
 
-    def __init__(self, shard: int) -> None:
-        self._shard = shard
+    def __init__(self, registration: pb.Registration) -> None:
+        self.registration = registration
+        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.epoch = 0  # of its claim to the rank
+        self.stats = pb.ShardStats()
+        self.leaving = False  # the shard announced that it stops
+        self.calls = Counts()  # for files
+        self.heard = 0.0  # when it last reported, by the table's clock
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
@@ -62,14 +68,14 @@ class CommandQueue:
         return pending
 
     def finish(self, done: pb.Done) -> None:
-        """The shard reported on a command."""
+        """Complete the command that the shard reports as done."""
         with self._lock:
             pending = self._pending.pop(done.command, None)
         if pending is not None:
             pending.finish(rebuild(done.code, done.message) if done.code else None)
 
     def close(self) -> None:
-        """The stream ended: everything pending fails."""
+        """Fail all pending commands, since the stream ended."""
         with self._lock:
             self._closed = True
             pending, self._pending = list(self._pending.values()), {}
@@ -187,13 +193,13 @@ class ShardTable:
             return dict(sorted(self._live.items()))
 
     def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
-        """A shard's counters."""
+        """Store the counters of a shard's report."""
         with self._guard:
             handle.stats = stats
             handle.heard = self._clock.now()
 
     def missing(self) -> list[int]:
-        """Shards that cannot serve now; in leader mode also leaders that lack followers."""
+        """Return the shards that cannot serve now; in leader mode also leaders that lack followers."""
         with self._guard:
             return self._missing()
 
@@ -208,7 +214,7 @@ class ShardTable:
         return not leads or handle.stats.followers >= self._layout.ep - 1
 
     def _is_silent(self, handle: ShardHandle) -> bool:
-        """Whether it has not reported for so long that it cannot be serving (stopped, or its host is gone)."""
+        """Return whether a shard is silent for so long that it cannot be serving (stopped, or its host is gone)."""
         return self._clock.now() - handle.heard > self._silence_seconds
 
     def require_up(self) -> dict[int, ShardHandle]:
@@ -222,7 +228,7 @@ class ShardTable:
             return dict(sorted(self._live.items()))
 
     def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
-        """A command to every live shard."""
+        """Send a command to every live shard."""
         sent = []
         for handle in self.live().values():
             own = pb.ShardCommand()

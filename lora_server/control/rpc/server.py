@@ -121,7 +121,7 @@ class ControlServer:
         held: bool = False,
         resolver: Resolver | None = None,
     ) -> None:
-        """Raises RuntimeError where it cannot listen at `address`."""
+        """Start serving; raises RuntimeError if it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
         access = Threads("access", 4, 1024)

@@ -32,16 +32,16 @@ class PrewarmLoad(NamedTuple):
 
 
 class Prewarm:
-    """Not thread-safe: `ShardSync` owns it, and calls it under its lock."""
+    """Decides which shards load adapters into idle memory. Not thread-safe: `ShardSync` calls it under its lock."""
 
     def __init__(self, residency: ResidencyTable, sizes: PoolSizes) -> None:
         self._residency, self._sizes = residency, sizes
-        self._offered: dict[int, None] = {}  # handles, in their order; not decided yet
-        self._uneven: set[int] = set()  # handles that some shards may have, and others not; not decided since
+        self._offered: dict[int, None] = {}  # handles that wait for a decision, in order
+        self._uneven: set[int] = set()  # handles to decide on again: some shards may have them, and others not
         self._sent: dict[int, set[int]] = {}  # by handle: shards that have not answered yet
-        self._refused: set[Place] = set()  # it fits, the shard did not load it, and has reported nothing since
+        self._refused: set[Place] = set()  # it fits, but the shard did not load it; until its next report
         self._asked: set[Place] = set()  # a request waits for it
-        self._taken: defaultdict[int, dict[int, int]] = defaultdict(dict)  # bytes there, or on their way, by shard
+        self._taken: defaultdict[int, dict[int, int]] = defaultdict(dict)  # bytes loaded, or loading, by shard
         self._used: Counter[int] = Counter()  # the same, by shard
         self._freed = False  # memory became free since the last decision
 
@@ -50,20 +50,20 @@ class Prewarm:
         self._offered |= dict.fromkeys(handles)
 
     def is_loading(self, handle: int) -> bool:
-        """Return whether a shard was told to load it, and has not answered."""
+        """Return whether a shard was told to load an adapter, and has not answered."""
         return handle in self._sent
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is on its way, and nothing is left to decide."""
+        """Return whether no load is in flight, and no shard is left to ask."""
         return not (self._offered or self._uneven or self._sent or self._refused or self._asked or self._freed)
 
     def asked(self, handle: int, shard: int) -> None:
-        """Note that a request waits for it there, until `note` says otherwise."""
+        """Note that a request waits for an adapter on a shard, until `note` finds that it does not."""
         self._asked.add((handle, shard))
 
     def note(self, handle: int, shard: int) -> None:
-        """Read again what the shard has of it, or is loading, and how much that takes."""
+        """Update what a shard has of an adapter, or is loading, and the bytes that this takes."""
         taken, (has_layers, loads) = self._taken[handle], self._residency.on(handle, shard)
         before = taken.pop(shard, None)
         if has_layers or loads or shard in self._sent.get(handle, ()):
@@ -83,7 +83,7 @@ class Prewarm:
             self._uneven.add(handle)
 
     def answered(self, handle: int, shard: int) -> None:
-        """Note that the shard has loaded it, or refused."""
+        """Note that a shard has loaded an adapter, or refused to."""
         shards = self._sent.get(handle, set())
         shards.discard(shard)
         if not shards:
@@ -94,7 +94,7 @@ class Prewarm:
             self._refused.add((handle, shard))
 
     def heard(self, shard: int) -> None:
-        """Decide again what the shard refused: it has reported what takes its memory."""
+        """Reconsider the adapters that a shard refused, after it has reported its memory's use."""
         refused = {place for place in self._refused if place[1] == shard}
         self._refused -= refused
         self._uneven.update(handle for handle, _ in refused)

@@ -1,4 +1,4 @@
-"""A page to look at, live, without a build step and from nowhere else: what it shows is `overview`."""
+"""A live web page, without a build step or external files; it shows the data of `overview`."""
 
 from __future__ import annotations
 
