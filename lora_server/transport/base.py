@@ -59,9 +59,9 @@ class Link(End, ABC):
 
     epoch: int
     shard: int
-    transport: str  # what it turned out to be, where `auto` was asked for
-    device: torch.device | None = None  # activations there need not visit the host
-    unanswered = False  # once it is closed: what was pushed may still arrive
+    transport: str  # the chosen one, if `auto` was asked for
+    device: torch.device | None = None  # activations on this device need not pass through the host
+    unanswered = False  # of a closed link: a pushed step may still arrive
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
         """Copy rows `rows_M` (int64 on the host, or int32 where x is) of x into a request. Raises ProtocolError.
@@ -102,7 +102,7 @@ class Link(End, ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ShardUnavailableError if the shard is known to be gone."""
+        """Raise ShardUnavailableError if the shard is known to be gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Twin(Protocol):
     fd: int
 
     def free(self) -> bool:
-        """Give it back once no step uses it; whether that could be done, or the client could still touch it."""
+        """Free the memory once no step uses it; return False while the client could still access it."""
         ...
 
 

@@ -64,7 +64,7 @@ class Pusher(Protocol):
 
     @property
     def rings(self) -> bool:
-        """Whether it rings after a push, while its signal is not watched."""
+        """Return whether the client rings its bell after a push while its signal is not watched."""
         ...
 
     def pause(self) -> float:

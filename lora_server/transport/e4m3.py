@@ -19,7 +19,7 @@ AT_ONCE = 1 << 18  # elements; as float32 they stay in a core's cache
 
 
 def quantise(x_TK: torch.Tensor, codes_TK: torch.Tensor, scales_T: torch.Tensor) -> None:
-    """Fills codes and scales, wherever they are. On a GPU, with x there too, no host waits for it."""
+    """Fill codes and scales, on any device, from x. If all of them are on a GPU, the host does not wait."""
     few = max(1, AT_ONCE // x_TK.shape[1] if x_TK.device.type == "cpu" else len(x_TK))
     for parts in zip(*(torch.split(one, few) for one in (x_TK, codes_TK, scales_T)), strict=True):
         _quantise(*parts)
@@ -38,7 +38,7 @@ def _quantise(x_TK: torch.Tensor, codes_TK: torch.Tensor, scales_T: torch.Tensor
 
 
 def expand(codes_TK: torch.Tensor, scales_T: torch.Tensor | None = None) -> torch.Tensor:
-    """float32 values, times their rows' scales where these are given. On a GPU no host waits for it."""
+    """Return the values in float32, times their rows' scales if these are given. On a GPU the host does not wait."""
     out_TK = _by_halves(codes_TK) if codes_TK.device.type == "cpu" else codes_TK.float()
     return out_TK if scales_T is None else out_TK.mul_(scales_T[:, None])
 

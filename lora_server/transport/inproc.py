@@ -1,4 +1,4 @@
-"""Client and shard in one thread of one process: waiting runs the shard.
+"""Client and shard in one thread of one process: a client that waits runs the shard.
 
 The same regions, slots and signals as between processes, so what is tested here is the wire itself;
 no thread, no lock, no sleep. Also the fair baseline for what disaggregation costs.
@@ -27,7 +27,7 @@ class _InprocConnection(Connection):
         self.open = True
 
     def respond(self, seq: int, nbytes: int) -> None:
-        """Signal; see Connection."""
+        """Store the signal; see Connection."""
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
 
     @override
@@ -36,7 +36,7 @@ class _InprocConnection(Connection):
 
 
 class InprocLink(Link):
-    """Both ends; `pump` serves at most one step of the shard and says whether there was one."""
+    """A link with both ends in one object. `pump` serves at most one step of the shard; it returns whether it did."""
 
     transport = "inproc"
 
@@ -56,7 +56,7 @@ class InprocLink(Link):
 
     @override
     def wait(self, seq: int, deadline: float) -> None:
-        """Serves the shard until the answer is there."""
+        """Serve the shard's steps until the answer is there."""
         while self.responded() < seq:
             if not self._connection.open:
                 raise self._gone(seq)

@@ -28,7 +28,7 @@ class Mapping:
     """
 
     def __init__(self, nbytes: int, fd: int = -1) -> None:
-        """Raises OSError, also for a descriptor of fewer bytes."""
+        """Map the memory; raises OSError, also for a descriptor of fewer bytes."""
         if fd >= 0 and os.fstat(fd).st_size < nbytes:
             raise OSError(errno.EINVAL, f"got memory of {os.fstat(fd).st_size} bytes, expected {nbytes}")
         self._reserved = mmap.mmap(-1, nbytes)  # its end unmaps whatever lies there then

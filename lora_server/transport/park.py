@@ -42,7 +42,7 @@ class _Timespec(ctypes.Structure):
 
 
 def require_total_store_order(machine: str = "") -> None:
-    """Raises ConfigError where stores of one core may be seen out of order by another."""
+    """Raise ConfigError on a machine where a core may see another's stores out of order."""
     machine = machine or platform.machine()
     if machine.lower() not in ("x86_64", "amd64"):
         raise ConfigError(
@@ -57,12 +57,12 @@ def register() -> bool:
 
 
 def barrier() -> None:
-    """Every registered thread of the host passes a full one."""
+    """Make every registered thread of the host pass a full memory barrier."""
     _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
 
 
 class Parker:
-    """The owner waits on it, others wake it. `word` is four bytes of (shared) memory."""
+    """A parking word: its owner waits on it, others wake the owner. `word` is four bytes of (shared) memory."""
 
     def __init__(self, word: memoryview) -> None:
         require_total_store_order()
@@ -73,7 +73,7 @@ class Parker:
         self._spin_seconds = SPIN_SECONDS
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Whether `ready()` came true before `deadline` (time.monotonic()), or one sleep ended early.
+        """Return whether `ready()` came true before `deadline` (time.monotonic()), or one sleep ended early.
 
         Returns at the latest after one bounded sleep, so that the caller can look at other things
         (liveness, stop flags); the caller loops until its own deadline.

@@ -24,18 +24,18 @@ TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3f
 
 
 class Rows(ABC):
-    """One region's. The header's counts were checked against the slots, which are not looked at here."""
+    """The rows of one region. A caller has checked the header's counts against the slots; they are trusted here."""
 
     @abstractmethod
     def request(self, header: RequestHeader) -> torch.Tensor:
-        """[T, K] of a request, the header's dtype; of e4m3 without the scales, which are one of its tables."""
+        """Return a request's rows [T, K] in the header's dtype; those of e4m3 without their scales."""
 
     @abstractmethod
     def response(self, header: RequestHeader) -> torch.Tensor:
-        """[U, O] of the response to a request, the header's dtype."""
+        """Return the rows [U, O] of the response to a request, in the header's dtype."""
 
     def fill(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        """Rows `rows_M` (int64) of x, wherever it is, become a request's."""
+        """Copy rows `rows_M` (int64) of x, on any device, into a request."""
         out_MK = self.request(header)
         if x_TK.device == out_MK.device:
             torch.index_select(x_TK, 0, rows_M, out=out_MK)
@@ -43,14 +43,14 @@ class Rows(ABC):
             out_MK.copy_(x_TK.index_select(0, rows_M.to(x_TK.device)))
 
     def answer(self, header: RequestHeader, delta_UO: torch.Tensor) -> None:
-        """Deltas, wherever they are, become the response to a request."""
+        """Copy deltas, on any device, into the response to a request."""
         if header.dtype == slot.E4M3:
             e4m3.quantise(delta_UO, self.response(header), self.response_scales(header))
         else:
             self.response(header).copy_(delta_UO, non_blocking=True)
 
     def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
-        """[U, O] of the response to a request, with device and dtype of `like`; a view where that is so already."""
+        """Return the response's rows [U, O] with the device and dtype of `like`: a view if they have these already."""
         later = like.device.type != "cpu"  # a GPU reads behind the copy, a host at once
         if header.dtype != slot.E4M3:
             return self.response(header).to(like, non_blocking=later)
@@ -59,25 +59,25 @@ class Rows(ABC):
         return e4m3.expand(codes_UO, scales_U).to(like.dtype)
 
     def response_scales(self, header: RequestHeader) -> torch.Tensor:
-        """[U] float32 of a response of e4m3. Raises ProtocolError where there are no such rows."""
+        """Return the scales [U], float32, of a response of e4m3. Raises ProtocolError for rows without scales."""
         raise ProtocolError(f"{header.where}: got e4m3 rows, expected exact ones")
 
 
 class SlotRows(Rows):
-    """Host memory: the region's own."""
+    """Rows in the region's slots, in host memory."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
 
     def request(self, header: RequestHeader) -> torch.Tensor:
-        """The end of the request slot."""
+        """Return a request's rows, the last part of its slot."""
         rows, width = header.num_rows, header.in_end - header.in_begin
         nbytes = rows * width * slot.ELEMENT_BYTES[header.dtype]
         offset = slot.HEADER_BYTES + header.payload_bytes - nbytes
         return _host(self._region.request(header.seq), offset, rows, width, header.dtype)
 
     def response(self, header: RequestHeader) -> torch.Tensor:
-        """The end of the response slot."""
+        """Return a response's rows, the last part of its slot."""
         memory, rows, width = self._region.response(header.seq), header.num_out_rows, header.out_width
         return _host(memory, slot.response_offsets(rows, width, header.dtype).rows, rows, width, header.dtype)
 
@@ -90,7 +90,7 @@ class SlotRows(Rows):
         e4m3.quantise(x_MK, self.request(header), self.request_scales(header))
 
     def request_scales(self, header: RequestHeader) -> torch.Tensor:
-        """[T] of a request of e4m3, float32; not checked."""
+        """Return the scales [T], float32, of a request of e4m3; unchecked."""
         counts, rows = (header.num_segments, header.num_entries, header.flags), header.num_rows
         return _scales(self._region.request(header.seq), slot.request_offsets(*counts, 0, rows).scales, rows)
 
@@ -111,8 +111,9 @@ def _host(memory: memoryview, offset: int, rows: int, width: int, dtype: int) ->
 
 
 class TwinRows(Rows):
-    """Device memory: a slot's rows, from its own start on; of a response of e4m3 behind their scales, while a request's
-    are one of the tables in the region. `memory`: uint8 [twin_bytes].
+    """Rows in a twin, in device memory, which has an area per slot. `memory`: uint8 [twin_bytes].
+
+    Scales of e4m3: a response's lie before its rows, a request's are a table in the region.
     """
 
     def __init__(self, memory: torch.Tensor, layout: RegionLayout) -> None:
@@ -123,7 +124,7 @@ class TwinRows(Rows):
         self._request_bytes, self._response_bytes = _slot_bytes(layout)
 
     def request(self, header: RequestHeader) -> torch.Tensor:
-        """Raises ProtocolError for rows of 32 bits."""
+        """Return a request's rows; raises ProtocolError for rows of 32 bits."""
         begin = header.seq % self._depth * self._request_bytes
         return self._rows(begin, header.num_rows, header.in_end - header.in_begin, header)
 
@@ -132,7 +133,7 @@ class TwinRows(Rows):
         return self.request(header._replace(num_rows=1)).data_ptr()
 
     def response(self, header: RequestHeader) -> torch.Tensor:
-        """Raises ProtocolError for rows of 32 bits."""
+        """Return a response's rows; raises ProtocolError for rows of 32 bits."""
         rows, width = header.num_out_rows, header.out_width
         behind = slot.response_offsets(rows, width, header.dtype).rows - slot.HEADER_BYTES
         return self._rows(self._response_begin(header) + behind, rows, width, header)
@@ -156,12 +157,13 @@ class TwinRows(Rows):
 
 
 def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:
-    """Row areas of a request and a response in a twin. Half of a slot for rows of 32 bits holds every step in 16."""
+    """Return the sizes of a request's and a response's area in a twin, which has no rows of 32 bits: half of a slot is
+    enough if the slots have room for those."""
     assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
     parts = 2 if layout.widest == slot.DTYPES.index("float32") else 1
     return layout.request_bytes // parts, layout.response_bytes // parts
 
 
 def twin_bytes(layout: RegionLayout) -> int:
-    """Bytes of a region's twin."""
+    """Return the bytes of a region's twin."""
     return layout.depth * sum(_slot_bytes(layout))

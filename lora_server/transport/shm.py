@@ -31,7 +31,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
-    """A sealed memfd of `nbytes` zeros, and its mapping; the caller closes the descriptor. Raises OSError."""
+    """Create a sealed memfd of `nbytes` zeros; return it and its mapping. The caller closes the descriptor. Raises
+    OSError."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -101,11 +102,11 @@ class ShmLink(Link):
                 os.close(fd)
 
     def _prepare(self, welcome: Welcome, fd: int) -> bool:
-        """A device's turn to map what it was given; whether rows lie in a twin from now on."""
+        """Map the twin that the shard offers, in links with a device; return whether rows lie in it from now on."""
         return False
 
     def push(self, seq: int, nbytes: int) -> None:
-        """The payload is in place already: only the signal is left."""
+        """Store the signal; the payload is in place already."""
         self.region.request_signal[0] = slot.signal(self.epoch, seq)
         self._ring()
 
@@ -115,7 +116,7 @@ class ShmLink(Link):
 
     @override
     def wait(self, seq: int, deadline: float) -> None:
-        """Looks at the peer's socket after each bounded sleep."""
+        """Wait as Link.wait does; checks after each bounded sleep whether the peer's socket is still open."""
         expected, word = slot.signal(self.epoch, seq), self.region.response_signal
         while not self._parker.wait(lambda: word[0] >= expected, deadline):
             if not self._peer_alive() and word[0] < expected:
@@ -161,12 +162,12 @@ class ShmConnection(Connection):
         self._parker = park.Parker(region.parked)
 
     def respond(self, seq: int, nbytes: int) -> None:
-        """The payload is in place already: only the signal is left."""
+        """Store the signal; the payload is in place already."""
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
         self._parker.wake()
 
     @override
     def close(self) -> None:
-        """The listener's selector then sees the end of file and drops the socket."""
+        """Shut the socket down; the listener's selector then sees the end of file and drops it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -115,7 +115,7 @@ class ShmListener:
         handshake_seconds: float = Timings.handshake,
         quarantine_seconds: float = Timings.quarantine,
     ) -> None:
-        """`device`: of a shard that computes on a GPU."""
+        """`device`: the memory of a shard that computes on a GPU, None otherwise."""
         self._handshake_seconds, self._quarantine = handshake_seconds, _Quarantine(quarantine_seconds)
         park.require_total_store_order()
         self._port, self._path, self._device = port, path, device
@@ -134,7 +134,7 @@ class ShmListener:
 
     @property
     def address(self) -> str:
-        """The socket's path."""
+        """Return the socket's path."""
         return str(self._path)
 
     def _run(self) -> None:

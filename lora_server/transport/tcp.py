@@ -49,7 +49,7 @@ class TcpLink(Link):
     def __init__(
         self, address: str, hello: Hello, shard: int, seconds: float = Timings.handshake, certificate: bytes = b""
     ) -> None:
-        """`certificate`: of the shard, which then speaks TLS alone; no other certificate is accepted."""
+        """`certificate`: the shard's; with it the connection uses TLS and accepts no other certificate."""
         self.shard, self.epoch = shard, hello.epoch
         self.transport = "tls" if certificate else "tcp"
         self._memory: Mapping | None = None
@@ -80,7 +80,7 @@ class TcpLink(Link):
 
     @override
     def push(self, seq: int, nbytes: int) -> None:
-        """The slot is not written again before the response, so its memory itself is sent."""
+        """Send the slot's own memory: the client does not write to it before the response."""
         try:
             assert self._sender is not None
             self._sender.send(frame(STEP, self.region.request(seq)[:nbytes], seq))
@@ -148,7 +148,7 @@ def _wait(sock: Stream, deadline: float) -> None:
 
 
 class _Sender:
-    """The client's: small frames go at once, the rest from a thread, which is started when there is the first."""
+    """A client's sender: sends small frames at once, the others from a thread that starts with the first of them."""
 
     def __init__(self, sock: Stream, seconds: float = Timings.send) -> None:
         self._socket, self._outbox, self._seconds = sock, Outbox(sock), seconds
@@ -158,7 +158,7 @@ class _Sender:
         self._closed = False
 
     def send(self, frames: list[bytes | memoryview]) -> None:
-        """Raises OSError where the connection is gone, as far as is known."""
+        """Send frames, or queue them for the thread; raises OSError if the connection is known to be gone."""
         with self._changed:
             if self._error is not None:
                 raise self._error

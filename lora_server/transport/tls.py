@@ -60,7 +60,7 @@ class TlsSocket:
         return found
 
     def recv_into(self, memory: memoryview) -> int:
-        """See socket."""
+        """Receive into memory as socket.recv_into does."""
         if not self._peeked:
             return self._read(memory)
         taken = self.recv(min(len(memory), len(self._peeked)))
@@ -77,7 +77,7 @@ class TlsSocket:
                 raise ConnectionResetError(CLOSED) from None
 
     def sendmsg(self, views: Sequence[bytes | memoryview]) -> int:
-        """See socket. After a BlockingIOError the same bytes have to come first, as an Outbox's do."""
+        """Send as socket.sendmsg does. After a BlockingIOError the next call must begin with the same bytes."""
         with self._lock:
             sent, several = 0, sum(map(len, views)) > RECORD_BYTES
             if several:

@@ -27,7 +27,7 @@ class UnauthenticatedPeer:
     """This side of a connection; `socket` does not block, and encrypts where there is a certificate."""
 
     def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock = SYSTEM) -> None:
-        """Takes `sock` over, and closes it where this raises OSError."""
+        """Take `sock` over; closes it if this raises OSError."""
         self.since, self.looked_at = clock.now(), time.monotonic()
         self.greeted = False
         self.nonce = secrets.token_bytes(messages.NONCE_BYTES)

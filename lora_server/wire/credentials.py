@@ -69,11 +69,11 @@ class Credentials:
 
     @property
     def has_any(self) -> bool:
-        """Whether there are credentials to show."""
+        """Return whether there are credentials to show."""
         return bool(self.token or self.token_file or self.node_secret)
 
     def options(self) -> tuple[tuple[str, str], ...]:
-        """Credentials of one channel."""
+        """Return the options that a channel needs for these credentials."""
         return (("grpc.ssl_target_name_override", self.tls_name),) if self.tls_name and self.tls_ca else ()
 
     def channel(self) -> grpc.ChannelCredentials | None:
@@ -116,8 +116,10 @@ class Shows(
         self._credentials = credentials
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """See grpc. Raises ServerUnavailableError for an answer without the server's proof; of a future that is not
-        done nothing is checked, so only what is announced may be sent by one."""
+        """Add the header and check the answer; raises ServerUnavailableError for an answer without the server's proof.
+
+        The answer of a future that is not done yet is not checked, so futures may only be used for announcements.
+        """
         message = request if isinstance(request, bytes) else request.SerializeToString()
         shown = self._credentials.sign(_call(client_call_details), message)
         answer = continuation(_with_header(client_call_details, str(shown)), request)
@@ -126,7 +128,7 @@ class Shows(
         return answer
 
     def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        """See grpc."""
+        """Add the header to a stream; its answers are not checked."""
         shown = self._credentials.authorization(_call(client_call_details))
         return continuation(_with_header(client_call_details, shown), request_iterator)
 
@@ -136,8 +138,8 @@ def _call(details: Any) -> str:
 
 
 def _check_answer(call: proofs.SignedCall, answer: Any) -> None:
-    """Raises ServerUnavailableError for an answer that is not the server's. An error of gRPC's own passes, as does the
-    one for a token that is not good: a server that does not know a token can prove nothing by it."""
+    """Raise ServerUnavailableError for an answer without the server's proof. gRPC's own errors pass, and so does the
+    refusal of an invalid token: a server that does not know the token cannot prove anything by it."""
     metadata = dict(answer.trailing_metadata() or ())
     if answer.exception() is None:
         said = proofs.reply(answer.result())

@@ -22,9 +22,9 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     client: int
     epoch: int
     key: bytes
-    device: bool = False  # a GPU stores its signals, which rings no bell; it says Mapped before the first step
-    twin: bool = False  # it wants its rows in the shard's GPU memory
-    slots: bool = False  # and whole slots, which the shard's kernel serves
+    device: bool = False  # a GPU stores the client's signals and rings no bell; Mapped comes before the first step
+    twin: bool = False  # the client wants its rows in the shard's GPU memory
+    slots: bool = False  # the client wants whole slots there, which the shard's kernel serves
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     table_bytes: int = 0
     twin: Literal["", "fd", "ipc", "slots"] = ""  # by the third descriptor, by `handle`, or not at all
     handle: bytes = b""
-    why: str = ""  # there is none
+    why: str = ""  # why there is no twin
     pinned: bool = False  # a GPU reads and writes the region: its pages have to stay
     proof: bytes = b""  # over TCP: the shard, too, knows the lease
 
@@ -68,12 +68,12 @@ def proof(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
 
 
 def proves(said: bytes, key: bytes, role: bytes, theirs: bytes, own: bytes) -> bool:
-    """Whether it is that proof."""
+    """Return whether `said` is what `proof` returns for the same arguments."""
     return hmac.compare_digest(said, proof(key, role, theirs, own))
 
 
 def badge_of(leaders: bytes, shard: int) -> bytes:
-    """A follower's own badge, derived from its leader's, which the leader and the controller alone know."""
+    """Return a follower's badge, derived from its leader's, which only the leader and the controller know."""
     return hmac.digest(leaders, b"badge of shard %d" % shard, "sha256")
 
 

@@ -1,4 +1,4 @@
-"""Messages as JSON says them."""
+"""Messages as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def fields(message: Any) -> dict[str, Any]:
-    """A message as plain values; numbers stay numbers, unlike in protobuf's own JSON."""
+    """Return a message as plain values; numbers stay numbers, unlike in protobuf's own JSON."""
 
     def plain(value: Any) -> Any:
         return fields(value) if hasattr(value, "DESCRIPTOR") else value

@@ -83,7 +83,7 @@ class Signed(NamedTuple):
 
     @classmethod
     def parse(cls, header: str) -> Signed | None:
-        """None for another scheme's. Raises UnauthenticatedError."""
+        """Parse a header; None for another scheme. Raises UnauthenticatedError."""
         scheme, *parts = header.split(" ")
         if scheme != SCHEME:
             return None

@@ -30,8 +30,8 @@ MAGIC = 0x4752_4F4C  # "LORG"
 class RegionLayout:
     """Sizes of a region; `request_bytes` and `response_bytes` are those of one slot.
 
-    `table_bytes` of a request slot hold all but the rows of any step; 0 where that is not known. `widest`: of rows that
-    slots have room for, a dtype as in headers.
+    The first `table_bytes` of a request slot hold everything but a step's rows; 0 if unknown. `widest` is the widest
+    dtype of rows, as in headers, that slots have room for.
     """
 
     depth: int
@@ -42,7 +42,7 @@ class RegionLayout:
 
     @classmethod
     def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int, wire: slot.Wire = "exact") -> RegionLayout:
-        """Slots that hold any step of at most `max_step_rows` entries, in any dtype of the wire, at any site."""
+        """Return slots that hold any step of at most `max_step_rows` entries, in any dtype of the wire, at any site."""
         sites = list(spec.sites())
         widest_in = max(spec.in_width(site) for site in sites)
         widest_out = max(spec.out_width(site) for site in sites)
@@ -56,17 +56,17 @@ class RegionLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole region."""
+        """Return the bytes of the whole region."""
         return PAGE_BYTES + self.depth * (self.request_bytes + self.response_bytes)
 
     def tables(self) -> list[tuple[int, int]]:
-        """(begin, end), whole pages, of what is no row in each request slot; of all of it, where that is not known."""
+        """Return (begin, end), in whole pages, of each request slot's part without rows; the whole slot if unknown."""
         size = min(slot.aligned(self.table_bytes, PAGE_BYTES) or self.request_bytes, self.request_bytes)
         starts = [PAGE_BYTES + index * self.request_bytes for index in range(self.depth)]
         return [(start, start + size) for start in starts]
 
     def answers(self) -> list[tuple[int, int]]:
-        """(begin, end) of the first page of each response slot: its header, and the text of a refusal."""
+        """Return (begin, end) of the first page of each response slot, which has its header and a refusal's text."""
         first = PAGE_BYTES + self.depth * self.request_bytes
         starts = [first + index * self.response_bytes for index in range(self.depth)]
         return [(start, start + PAGE_BYTES) for start in starts]

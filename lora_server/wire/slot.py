@@ -140,12 +140,12 @@ class RequestHeader(NamedTuple):
 
     @property
     def out_width(self) -> int:
-        """Columns of the response: all windows side by side."""
+        """Return the columns of the response: all windows side by side."""
         return sum(end - begin for begin, end in self.windows)
 
     @property
     def where(self) -> str:
-        """The step in words, for errors and logs."""
+        """Return the step in words, for errors and logs."""
         name = PROJECTIONS[self.projection] if self.projection < len(PROJECTIONS) else f"projection {self.projection}"
         return f"client {self.client} slot {self.slot} seq {self.seq} (layer {self.layer} {name})"
 
@@ -188,7 +188,7 @@ class ResponseHeader(NamedTuple):
 
 
 def aligned(offset: int, to: int = ALIGN) -> int:
-    """The first multiple of `to` at or after offset."""
+    """Return the first multiple of `to` at or after offset."""
     return -(-offset // to) * to
 
 
@@ -237,10 +237,10 @@ def response_offsets(num_rows: int, width: int, dtype: int) -> ResponseOffsets:
 
 
 def signal(epoch: int, seq: int) -> int:
-    """The 64-bit signal word of a step."""
+    """Return the 64-bit signal word of a step."""
     return (epoch & 0xFFFF) << 48 | seq
 
 
 def signalled_seq(word: int, epoch: int) -> int:
-    """The seq in a signal word, or 0 if the word belongs to another epoch."""
+    """Return the seq in a signal word, or 0 if the word belongs to another epoch."""
     return word & 0xFFFF_FFFF_FFFF if word >> 48 == epoch & 0xFFFF else 0

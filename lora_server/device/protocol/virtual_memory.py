@@ -22,14 +22,14 @@ class DriverError(RuntimeError):
 
 
 def driver() -> Any:
-    """cuda.bindings; raises ImportError where lora-server[cuda] is not installed."""
+    """Return the driver's bindings; raises ImportError if lora-server[cuda] is not installed."""
     from cuda.bindings import driver as bindings
 
     return bindings
 
 
 def call(name: str, *arguments: object) -> Any:
-    """One function of the driver: its results without the error code. Raises DriverError."""
+    """Call a function of the driver; return its results without the error code. Raises DriverError."""
     error, *results = getattr(driver(), name)(*arguments)
     if int(error) != 0:
         raise DriverError(f"{name}: {error.name}")
@@ -37,7 +37,7 @@ def call(name: str, *arguments: object) -> Any:
 
 
 def as_tensor(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] over memory that is not torch's; it keeps `owner` alive.
+    """Return a tensor, uint8 [nbytes], over memory that is not torch's; it keeps `owner` alive.
 
     It is labelled as `device`'s, whichever GPU it lies on, so that no copy makes a context on another.
     """
@@ -48,7 +48,7 @@ def as_tensor(pointer: int, nbytes: int, owner: object, device: torch.device) ->
 
 
 def can_share_descriptors(device: torch.device) -> bool:
-    """Whether memory of the device can be exported as a descriptor."""
+    """Return whether memory of the device can be exported as a descriptor."""
     names = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
     attributes = driver().CUdevice_attribute
     return all(
@@ -74,7 +74,7 @@ class _Mapped:
             raise
 
     def unmap(self) -> None:
-        """Idempotent; no kernel of this process may still use it. Does not wait for the GPU."""
+        """Unmap the memory; idempotent. No kernel of this process may still use it. Does not wait for the GPU."""
         if self._mapped:
             call("cuMemUnmap", self.pointer, self.nbytes)
             self._mapped = False
@@ -126,7 +126,7 @@ class Imported:
     """Another process's memory, by a descriptor that stays the caller's; `tensor` is uint8 [nbytes] over it."""
 
     def __init__(self, fd: int, nbytes: int, device: torch.device) -> None:
-        """Raises RuntimeError."""
+        """Import and map the memory; raises RuntimeError."""
         physical = call("cuMemImportFromShareableHandle", fd, _descriptor())
         try:
             self._mapped = _Mapped(physical, _whole(nbytes, device), device)
@@ -145,7 +145,7 @@ class Exported:
     """Memory of this process, zeroed, that others map by `fd`; `tensor` is all of it, whole units of allocation."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Raises RuntimeError where there is no room, or it cannot be shared."""
+        """Allocate the memory; raises RuntimeError if there is no room, or it cannot be shared."""
         self._device, self.fd, self._mapped = device, -1, None
         nbytes = _whole(nbytes, device)
         physical = call("cuMemCreate", nbytes, _properties(device), 0)
@@ -164,7 +164,7 @@ class Exported:
     _mapped: _Mapped | None
 
     def close(self) -> None:
-        """Unmap, whatever others do: their own mappings hold what they map. Idempotent; raises RuntimeError."""
+        """Unmap the memory; other processes' mappings keep it alive for them. Idempotent; raises RuntimeError."""
         mapped, self._mapped = self._mapped, None
         if self.fd >= 0:
             os.close(self.fd)
