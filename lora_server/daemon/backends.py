@@ -125,7 +125,7 @@ def host(
     memory: Memory = Memory(),
     on_layer: OnLayer = lambda *_: None,
 ) -> Backend:
-    """Weights in host memory, torch on the CPU. Raises ConfigError where there is too little memory."""
+    """Make a backend with weights in host memory and torch on the CPU. Raises ConfigError if memory is too small."""
     available = available_bytes()
     pool = MappedPool(memory.bytes_of(memory.device_pool, available, "--device-pool"))
     packed = memory.bytes_of(memory.host_pool or Size(), available, "--host-pool")
@@ -146,7 +146,7 @@ def paged(
     on_layer: OnLayer = lambda *_: None,
     lost: Callable[[], bool] = lambda: False,
 ) -> Backend:
-    """Weights in the pages of any device, computed by `launch`."""
+    """Make a backend with weights in pages of any device, computed by `launch`."""
     tier = PagedTier(placement, shard, dtype, pool)
     store = memory.store(placement, shard, tier, host_pool, on_layer)
     return Backend(store, DeviceCompute(launch, tier.rows.table, placement.spec, dtype, max_step_rows, lost))
@@ -163,7 +163,8 @@ def cuda(
     memory: Memory,
     on_layer: OnLayer,
 ) -> Backend:
-    """Weights in the memory of a GPU, our CUDA kernels. Shards of a node take its GPUs in turn, and may share one.
+    """Make a backend with weights in GPU memory and our CUDA kernels. A node's shards take its GPUs in turn, and may
+    share one.
 
     Raises ConfigError where there is no GPU, an old one, too little memory, no CuPy, or another dtype.
     """
@@ -221,7 +222,7 @@ def resident(
     memory: Memory = Memory(),
     on_layer: OnLayer = lambda *_: None,
 ) -> DeviceBackend:
-    """Weights in the pages of any GPU, computed by a kernel that serves by itself. Raises ConfigError."""
+    """Make a backend with weights in pages of any GPU, and a kernel that serves by itself. Raises ConfigError."""
     _check_step_rows(max_step_rows, STAGES)
     kernel = ServeKernel(gpu, placement.spec, dtype, region, max_step_rows)
     tier = resident_tier(placement, shard, dtype, pool, kernel)
@@ -258,7 +259,7 @@ def cuda_resident(
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether the CUDA context is lost: such an error is raised by every call, any other once."""
+    """Return whether the CUDA context is lost: such an error is raised by every call, any other once."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:

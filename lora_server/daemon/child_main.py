@@ -80,7 +80,7 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
 
 
 def _trace(config: ProcessConfig) -> None:
-    """Raises ConfigError."""
+    """Configure traces if the node has a collector; raises ConfigError."""
     name = "controller" if config.shard < 0 else f"shard {config.shard}"
     if config.otlp_endpoint:
         telemetry.configure("lora-server", config.otlp_endpoint, **{"service.instance.id": name})

@@ -1,7 +1,7 @@
 """The controller's process, started by the node of rank 0.
 
-It holds nothing that its shards and its database do not know too, so it may be killed at any time: the node starts it
-again, they tell it what there is, and steps go on meanwhile.
+It holds no state that its shards or its database do not have too, so it may be killed at any time: the node restarts
+it, it reads their state again, and steps go on meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of adapters that lie on node 0, for a shard of another node. After a break they go on behind what came."""
+"""Copies adapters' files from node 0 to a shard of another node. A broken transfer resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Node0Files:
                 raise AdapterSourceError(f"{name}: got {have} of {size} bytes; was it changed on node 0?")
 
     def _read(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
-        """Append what one call delivers; a call that breaks after it delivered something is no failure."""
+        """Append the bytes of one call to the file. A call that breaks after it delivered some counts as success."""
         began = have = target.stat().st_size
         request = pb.ReadRequest(version=self._version, name=name, begin=began)
         self._node.sign(request)

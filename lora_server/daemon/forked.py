@@ -46,11 +46,11 @@ class Forked:
                 signal.pidfd_send_signal(self._handle, number)
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send SIGTERM to the child."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL to the child."""
         self.send_signal(signal.SIGKILL)
 
 

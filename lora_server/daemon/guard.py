@@ -1,4 +1,4 @@
-"""Ports that stay this node's while the process that serves there is restarted.
+"""Reserves a node's ports while the process that serves there is restarted.
 
 The node binds a port and does not listen. Until it closes it, the kernel gives the port to no other user, and to this
 user's processes only with SO_REUSEPORT: so the controller's successor finds it free, and no other process can pose as
@@ -45,7 +45,7 @@ def hold_port(flag: str, address: Address, stack: contextlib.ExitStack) -> Addre
 
 
 def _hold_all(hosts: Mapping[str, int], address: Address, stack: contextlib.ExitStack) -> int:
-    """One port at these hosts, but for those that this machine does not have. Raises OSError."""
+    """Bind one port at those of these hosts that this machine has; return the port. Raises OSError."""
     port, failure = address.port, OSError(f"{address.host} stands for no address")
     here = False
     for host, family in hosts.items():

@@ -38,10 +38,11 @@ log = structlog.get_logger()
 
 
 class Node:
-    """Started by its constructor, stopped by `close`. `stopped` is set when it fails; `failure` says why."""
+    """A node, which its constructor starts and `close` stops. `stopped` is set when it fails; `failure` says why."""
 
     def __init__(self, config: ServeConfig, spec: ModelSpec, forks: ForkServer, stop: threading.Event) -> None:
-        """Returns once the controller, if it is this node's, listens; another node's is waited for until `stop`.
+        """Start the processes, and wait until the controller listens: this node's own, or another node's until `stop`.
+
 
         Raises ConfigError, ServerUnavailableError. `forks` is this node's own from now on.
         """
@@ -107,7 +108,7 @@ class Node:
         self.stopped.set()
 
     def _not_up(self, process: ProcessConfig) -> str:
-        """A node above rank 0: why its shards do not serve, as the controller sees it."""
+        """Return why this node, above rank 0, does not serve, as the controller sees it; empty if it does."""
         assert process.controller is not None
         try:
             return ask(process.controller, process)[1]
@@ -167,7 +168,7 @@ def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
 
 
 def _own_address(listen: Address) -> str:
-    """The number behind --listen's host, which sockets bind to; raises ConfigError where it is no own one."""
+    """Return the IP address of --listen's host; raises ConfigError if it is not an address of this machine."""
     failure: OSError | None = None
     try:
         for family, _, _, _, address in socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM):

@@ -44,7 +44,7 @@ def say(up: Up) -> None:
 
 @dataclass
 class Child:
-    """One process, which is restarted when it dies."""
+    """A child process that is restarted when it dies."""
 
     name: str
     module: str  # with the main() that it runs

@@ -55,7 +55,7 @@ class ControllerStream:
 
     @property
     def instance(self) -> str:
-        """The secret name that this process registers with; only the controller learns it."""
+        """Return the secret name that this process registers with; only the controller learns it."""
         return self._kept.instance
 
     def report(self, report: pb.ShardReport) -> None:

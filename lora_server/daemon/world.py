@@ -29,7 +29,7 @@ class ShardWorld:
 
     @property
     def place(self) -> pb.Place:
-        """The place to register with: this process's own, or an offer to make the world."""
+        """Return the place to register with: this process's own, or an offer to make the world."""
         return self._offer if self._world is None else self._world.place
 
     def enter(self, place: pb.Place) -> None:

@@ -20,7 +20,7 @@ class PeftVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all tokens are equal, and log probabilities within the fp32 bar of 1e-4."""
+        """Return whether all tokens are equal, and log probabilities within the fp32 bar of 1e-4."""
         return 0 < self.tokens_checked == self.tokens_equal and self.max_abs_logprob_diff <= 1e-4
 
     def compare(self, ours: EngineAnswer, theirs: EngineAnswer) -> None:

@@ -50,7 +50,7 @@ def stop(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> int:
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the block by SystemExit(128 + number), so that what it opened is closed.
+    """Turn SIGINT, SIGTERM and SIGHUP in the block into SystemExit(128 + number), so that what it opened is closed.
 
     In the main thread only. A second signal changes nothing; one that was ignored before still is (nohup).
     """
@@ -80,7 +80,7 @@ def _become(parent: int, command: list[str]) -> None:
 
 
 def leave_keeper(parent: int) -> bool:
-    """This process, and its group, end with its parent from now on; False where that is gone already."""
+    """Make this process and its group end with its parent, by a keeper process; return False if the parent is gone."""
     alive = os.pidfd_open(parent)
     if os.getppid() != parent:
         return False

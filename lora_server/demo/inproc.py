@@ -81,11 +81,11 @@ class InprocServer(Server):
 
     @override
     def join(self, seconds: float = 0.0) -> Session:
-        """Never waits."""
+        """Join at once, without waiting."""
         return _InprocSession(self, next(self._clients))
 
     def connect(self, hello: Hello) -> list[Link]:
-        """A client's way to each shard."""
+        """Return a client's links, one to each shard."""
         return [InprocLink(shard.port, hello, shard.index, shard.serve_once) for shard in self.shards]
 
     def close(self) -> None:
@@ -124,15 +124,15 @@ class _InprocSession(Session):
 
     @override
     def borrow(self, holder: Proof) -> None:
-        """Every session may use all that there is."""
+        """Do nothing: every session may use all adapters."""
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:
-        """Everything is loaded."""
+        """Do nothing: all adapters are loaded."""
 
     @override
     def check(self) -> None:
-        """The lease cannot be lost."""
+        """Do nothing: the lease cannot be lost."""
 
     @override
     def leave(self) -> None:

@@ -41,12 +41,12 @@ class Claims:
             )
 
     def active_fit(self, newcomer: int = 0) -> bool:
-        """Whether the active adapters fit the pool together, and `newcomer` bytes beside them."""
+        """Return whether the active adapters fit the pool together, and `newcomer` bytes beside them."""
         size = _size_of(self._table.among(self.active))
         return size + newcomer <= self._pool.capacity
 
     def exclude(self, entry: AdapterEntry) -> bool:
-        """Whether the active adapters leave no memory for one that is not active."""
+        """Return whether the active adapters leave no memory for one that is not active."""
         return not entry.active and not self.active_fit(entry.footprint.size or 0)
 
 

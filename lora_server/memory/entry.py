@@ -145,19 +145,19 @@ class AdapterEntry:
         return LayerState.REMOTE if is_remote else LayerState.DISK
 
     def lacks(self, layer: int) -> bool:
-        """Whether a step of this layer has to wait."""
+        """Return whether a step of this layer has to wait."""
         return layer not in self.copies.ready and layer in self.layers and self.failure is None
 
     def is_complete(self) -> bool:
-        """Whether all layers are READY."""
+        """Return whether all layers are READY."""
         return len(self.copies.ready) == len(self.layers)
 
     def is_settled(self) -> bool:
-        """Whether there is nothing left to load, or loading failed."""
+        """Return whether there is nothing left to load, or loading failed."""
         return self.failure is not None or self.is_complete()
 
     def is_packed(self) -> bool:
-        """Whether all of it is in the host pool: its files are not needed."""
+        """Return whether the whole adapter is in the host pool, so that its files are not needed."""
         return self.footprint.manifest is not None and len(self.copies.packed) == len(self.layers)
 
     def next_layer(self) -> int:
@@ -167,19 +167,19 @@ class AdapterEntry:
 
     @property
     def active(self) -> bool:
-        """Whether a client holds it: it is not evicted for an adapter that no client holds."""
+        """Return whether a client holds the adapter; then it is not evicted for one that no client holds."""
         return Reason.ACTIVE in self.wants
 
     def is_wanted(self) -> bool:
-        """Whether any of its wants is a demand."""
+        """Return whether any of the adapter's wants is a demand."""
         return any(want.reason.is_demand for want in self.wants.values())
 
     def is_spare(self) -> bool:
-        """Whether it only fills idle memory: it is evicted for any other, and none is evicted for it."""
+        """Return whether the adapter only fills idle memory: any other evicts it, and it evicts none."""
         return Reason.PRELOAD in self.wants and not self.is_wanted()
 
     def deadline(self) -> float:
-        """Return the time at which it is needed first."""
+        """Return the time at which the adapter is needed first."""
         return min((want.due for want in self.wants.values()), default=NEVER)
 
     def expire_wants(self, now: float) -> None:
@@ -188,7 +188,7 @@ class AdapterEntry:
             del self.wants[owner]
 
     def stays_until(self) -> float:
-        """End of the stay in memory that is worth its load: until then it is not evicted while in use."""
+        """Return until when the adapter is not evicted while in use, so that its stay is worth its load."""
         stay = max(MIN_STAY, STAY_PER_LOAD * self.usage.load_seconds)
         return self.progress.complete_since + stay if self.is_complete() else 0.0
 

@@ -62,7 +62,7 @@ def _rank(entry: AdapterEntry) -> tuple[bool, bool, bool, float]:
 
 
 def may_go(entry: AdapterEntry, newcomer: AdapterEntry, now: float, active_fit: bool = True) -> bool:
-    """Whether an entry may be evicted for the newcomer; `active_fit`: all active ones fit the pool together."""
+    """Return whether an entry may be evicted for the newcomer; `active_fit`: all active ones fit the pool together."""
     entry.expire_wants(now)
     if entry.active and (active_fit or not newcomer.active):
         return False

@@ -44,7 +44,7 @@ class Evictor:
         self._on_host: dict[AdapterEntry, None] = {}
 
     def reserve_free(self, entry: AdapterEntry, now: float) -> bool:
-        """Reserve free device memory for an entry that has none; whether it has some now. Evicts nothing."""
+        """Reserve free device memory for an entry that has none; return whether it has some now. Evicts nothing."""
         if entry.copies.device is None:
             if not self._tier.pool.can_allocate(entry.footprint.nbytes):
                 return False
@@ -53,7 +53,7 @@ class Evictor:
         return True
 
     def reserve(self, entry: AdapterEntry, now: float) -> list[AdapterEntry] | None:
-        """Reserve device memory for an entry, and host memory if it can be had; None where there is no device memory.
+        """Reserve device memory for an entry, and host memory if there is any; None if device memory is exhausted.
 
         Returns the entries that were evicted from a pool.
         """

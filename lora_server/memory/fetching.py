@@ -28,7 +28,7 @@ class RemoteFiles:
         self._unneeded: set[str] = set()  # versions that node 0 sent for entries that were dropped
 
     def lacks(self, source: Source) -> bool:
-        """Whether the disk cache lacks the files, as far as this shard knows."""
+        """Return whether the disk cache lacks the files, as far as this shard knows."""
         return bool(source.remote) and source.version not in self._on_disk
 
     def note_disk(self, versions: frozenset[str]) -> frozenset[str]:

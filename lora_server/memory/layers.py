@@ -46,7 +46,7 @@ class LayerLoader:
         self._leases[entry] = lease
 
     def lacks_files(self, entry: AdapterEntry) -> bool:
-        """Whether its files have to be fetched, or leased from the disk cache, first."""
+        """Return whether its files have to be fetched, or leased from the disk cache, first."""
         return bool(entry.source.remote) and entry not in self._leases and not entry.is_packed()
 
     def measure(self, entry: AdapterEntry) -> None:

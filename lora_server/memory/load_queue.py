@@ -134,11 +134,11 @@ class LoadQueue:
 
     @property
     def has_demand(self) -> bool:
-        """Whether any entry is queued for which others are evicted."""
+        """Return whether any entry is queued for which others are evicted."""
         return bool(self._queued[Level.DEMAND])
 
     def is_loading(self, entry: AdapterEntry) -> bool:
-        """Whether it is queued to be loaded."""
+        """Return whether it is queued to be loaded."""
         return not entry.is_settled() and (entry in self._queued[Level.DEMAND] or entry in self._queued[Level.PREWARM])
 
     def expire(self, now: float) -> list[AdapterEntry]:

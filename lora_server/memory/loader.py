@@ -87,7 +87,7 @@ class Loader:
         self._thread.join()
 
     def is_idle(self) -> bool:
-        """Whether the thread works on nothing."""
+        """Return whether the thread works on nothing."""
         return self._busy is None
 
     def reclaim(self) -> None:

@@ -53,7 +53,7 @@ class LoadPlanner:
         return chosen if self.reserve(chosen, now) else None
 
     def reserve(self, entry: AdapterEntry, now: float) -> bool:
-        """Reserve memory to load an entry, and evict others for it; whether it has memory now."""
+        """Reserve memory to load an entry, and evict others for it; return whether it has memory now."""
         evicted = self.evictor.reserve(entry, now)
         for one in evicted or ():
             self.table.note(one)

@@ -44,7 +44,7 @@ class Pool(ABC):
         """Return the bytes of the pool that an extent of `nbytes` takes."""
 
     def can_allocate(self, nbytes: int) -> bool:
-        """Whether `allocate` would succeed now."""
+        """Return whether `allocate` would succeed now."""
         return self.size_of(nbytes) <= self.free
 
     @abstractmethod

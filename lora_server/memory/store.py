@@ -159,7 +159,7 @@ class WeightStore:
         self._loader.join()
 
     def _have(self, handles: Iterable[int], layer: int, owner: Hashable, deadline: float) -> bool:
-        """Whether a step can be served; otherwise demand what it lacks."""
+        """Return whether a step can be served; otherwise demand what it lacks."""
         entries, now = self._table.among(handles), time.monotonic()
         for entry in entries:
             entry.retry(now)

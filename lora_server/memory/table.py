@@ -29,7 +29,7 @@ class AdapterTable:
         return [entry for handle in handles if (entry := self.entries.get(handle)) is not None]
 
     def knows(self, entry: AdapterEntry) -> bool:
-        """Whether the entry was not dropped."""
+        """Return whether the entry was not dropped."""
         return self.entries.get(entry.handle) is entry
 
     def note(self, entry: AdapterEntry) -> None:

@@ -30,7 +30,7 @@ class Reason(Enum):
 
     @property
     def is_demand(self) -> bool:
-        """Whether other adapters are evicted for it."""
+        """Return whether other adapters are evicted for a want of this reason."""
         return self not in _BACKGROUND
 
 

@@ -90,7 +90,7 @@ class DeviceCompute(Compute):
         max_step_rows: int,
         lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`lost`: called after an error; whether the device does not recover."""
+        """`lost` is called after an error; it returns True if the device does not recover."""
         sites = list(spec.sites())
         self._lost = lost
         self._launch, self._table, self._spec, self._dtype = launch, table, spec, dtype
@@ -114,7 +114,7 @@ class DeviceCompute(Compute):
         yield
 
     def run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
-        """See `parts`."""
+        """Compute a whole step; see `parts`."""
         dtype = TORCH_DTYPES[request.header.dtype]
         if dtype != self._dtype and request.header.dtype != slot.E4M3:
             raise ProtocolError(

@@ -40,11 +40,11 @@ class StageRole:
 
     @property
     def followers(self) -> int:
-        """Number of followers that are connected."""
+        """Return the number of connected followers."""
         return 0
 
     def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
-        """Follow this leader, with this shard's own badge; only followers are told to."""
+        """Follow this leader, with this shard's own badge. Called on followers only."""
 
     def close(self) -> None:
         """Close sockets."""

@@ -62,7 +62,7 @@ class StepServer:
     complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
     def serve(self, step: PendingStep) -> bool:
-        """Go on with a step for a turn; whether it was answered. Raises DeviceLostError."""
+        """Go on with a step for a turn; return whether it was answered. Raises DeviceLostError."""
         began = time.monotonic_ns()
         if step.refusal is not None:
             self._fail(step.connection, step.seq, step.refusal)
@@ -162,7 +162,7 @@ class Shard:
                 self.port.wait(IDLE_SECONDS)
 
     def serve_once(self) -> bool:
-        """Serve at most one step, for a turn; whether there was one."""
+        """Serve at most one step, for a turn; return whether there was one."""
         self.receiver.receive()
         step = self.coordinator.next(self.receiver.pending)
         if step is None:

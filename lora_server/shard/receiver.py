@@ -90,8 +90,8 @@ class StepReceiver:
             step.refusal = error.with_traceback(None)
 
     def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
-        """Whether the client may use what it is not known to hold: only handles that are no adapters, which `gather`
-        refuses. Raises PermissionDeniedError once the shard would have been told."""
+        """Return whether a step may name handles that the client is not known to hold. It may if they are no adapters:
+        `gather` refuses those. Raises PermissionDeniedError once the shard would have been told of a hold."""
         foreign = self.store.known(lacking)
         if foreign and time.monotonic_ns() >= min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
             raise PermissionDeniedError(

@@ -35,7 +35,7 @@ class Request:
 
     @property
     def handles(self) -> frozenset[int]:
-        """Handles of the adapters that it names."""
+        """Return the handles of the adapters that the step names."""
         return _distinct(self.segments_S4[:, 0])
 
 

@@ -70,7 +70,7 @@ class PendingStep:
 
     @property
     def blocked(self) -> bool:
-        """Whether its weights are not READY yet."""
+        """Return whether the step's weights are not READY yet."""
         return self.pin is None and self.refusal is None
 
 
