@@ -47,12 +47,12 @@ class Address(NamedTuple):
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in an address: IPv6 goes in brackets."""
+    """Return a host as it is written in an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def parse_host(text: str) -> str:
-    """A name, or an IPv4 or IPv6 address in brackets or without; raises ConfigError."""
+    """Return a name or an IP address without brackets; raises ConfigError for any other text."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         known = not ipaddress.ip_address(host).is_unspecified

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Thread-safe."""
+    """A source of time. Thread-safe."""
 
     def now(self) -> float:
         """Return seconds that never go back, as time.monotonic()."""

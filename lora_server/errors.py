@@ -164,5 +164,5 @@ BY_CODE: dict[str, type[LoraServerError]] = _tree(LoraServerError)
 
 
 def rebuild(code: str, message: str) -> LoraServerError:
-    """The error that another process raised, from its code and text."""
+    """Return the error that another process raised, from its code and text."""
     return BY_CODE.get(code, LoraServerError)(message)

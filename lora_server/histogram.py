@@ -16,6 +16,6 @@ class Histogram:
         self.sum_ns = 0
 
     def add(self, nanoseconds: int) -> None:
-        """One more. From one thread at a time."""
+        """Count one more duration. Call it from one thread at a time."""
         self.sum_ns += nanoseconds
         self.counts[bisect_right(BOUNDS_NS, nanoseconds)] += 1

@@ -45,21 +45,21 @@ class Layout:
         return self.ep * self.pp
 
     def stage(self, shard: int) -> int:
-        """The pipeline stage of a shard."""
+        """Return the pipeline stage of a shard."""
         return shard // self.ep
 
     def ep_rank(self, shard: int) -> int:
-        """A shard's place among the shards of its stage."""
+        """Return a shard's place among the shards of its stage."""
         return shard % self.ep
 
     def stage_shards(self, layer: int) -> range:
-        """The x shards of the stage that a layer belongs to."""
+        """Return the x shards of the stage that a layer belongs to."""
         first = layer % self.pp * self.ep
         return range(first, first + self.ep)
 
 
 def share(total: int, parts: int, index: int) -> range:
-    """The index-th of `parts` contiguous blocks of range(total); the first total mod parts are one longer."""
+    """Return the index-th of `parts` contiguous blocks of range(total); the first total mod parts are one longer."""
     size, longer = divmod(total, parts)
     first = index * size + min(index, longer)
     return range(first, first + size + (index < longer))
@@ -84,7 +84,7 @@ class Placement:
         return owners
 
     def experts(self, site: Site, shard: int) -> range:
-        """The experts of `site` that `shard` owns; range(1) or range(0) at a dense site."""
+        """Return the experts of `site` that `shard` owns; range(1) or range(0) at a dense site."""
         if shard not in self.layout.stage_shards(site.layer):
             return range(0)
         if self.spec.is_dense(site):
@@ -92,7 +92,7 @@ class Placement:
         return share(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
 
     def owner(self, site: Site, expert: int = 0) -> int:
-        """The one shard that owns `expert` of `site`; raises IndexError outside the model."""
+        """Return the one shard that owns `expert` of `site`; raises IndexError outside the model."""
         if not 0 <= expert < self.spec.experts_at(site):
             raise IndexError(f"{site}: expert {expert} of {self.spec.experts_at(site)}")
         if self.spec.is_dense(site):
@@ -103,11 +103,11 @@ class Placement:
         return self.layout.stage_shards(site.layer)[rank]
 
     def owners(self, site: Site) -> tuple[int, ...]:
-        """The owner of every expert of a site, by expert."""
+        """Return the owner of every expert of a site, by expert."""
         return tuple(self.owner(site, expert) for expert in range(self.spec.experts_at(site)))
 
     def sites(self, shard: int) -> Iterator[Site]:
-        """The sites of which a shard owns at least one expert, by layer."""
+        """Yield the sites of which a shard owns at least one expert, by layer."""
         for site in self.spec.sites():
             if self.experts(site, shard):
                 yield site
@@ -119,5 +119,5 @@ class Placement:
         return max(num_dense, self.spec.experts if len(sites) > num_dense else 0)
 
     def layers(self, shard: int) -> tuple[int, ...]:
-        """The layers of which a shard owns anything."""
+        """Return the layers of which a shard owns anything."""
         return tuple(sorted({site.layer for site in self.sites(shard)}))

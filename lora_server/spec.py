@@ -91,7 +91,7 @@ class ModelSpec:
         return 1
 
     def is_dense(self, site: Site) -> bool:
-        """Whether the site has one weight for every row (attention, or an MLP without experts)."""
+        """Return whether the site has one weight for every row (attention, or an MLP without experts)."""
         return site.projection not in EXPERT_PROJECTIONS or site.layer not in self.moe_layers
 
     def ffn_at(self, layer: int) -> int:
@@ -105,7 +105,7 @@ class ModelSpec:
         return self.q_width if site.projection == "o" else self.hidden
 
     def sections(self, site: Site) -> tuple[Section, ...]:
-        """The named runs of a site's output rows, in order."""
+        """Return the named runs of a site's output rows, in order."""
         if site.projection == "gate_up":
             ffn = self.ffn_at(site.layer)
             return Section("gate", 0, ffn), Section("up", ffn, 2 * ffn)
@@ -152,7 +152,7 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """One line that `from_json` reads back."""
+        """Return one line of JSON that `from_json` reads back."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -169,7 +169,7 @@ _MOE_TYPES = ("mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 
 
 def from_config(config: dict[str, Any], name: str = "") -> ModelSpec:
-    """The geometry that a Hugging Face `config.json` describes.
+    """Return the geometry that a Hugging Face `config.json` describes.
 
     Raises ConfigError for an unknown `model_type` or a missing or non-positive field.
     """
@@ -246,7 +246,7 @@ def _moe_layers(config: dict[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def load(path: str | Path) -> ModelSpec:
-    """The geometry of the model in a directory (its config.json), or of a preset by name."""
+    """Return the geometry of the model in a directory (its config.json), or of a preset by name."""
     if str(path) in PRESETS:
         return PRESETS[str(path)]
     directory = Path(path)

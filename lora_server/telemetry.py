@@ -85,7 +85,7 @@ def _sdk(module: str) -> Any:
 
 
 def configure_from(environment: Mapping[str, str], service: str) -> None:
-    """Configure traces in an engine's process, if the environment names a collector and the extra is installed."""
+    """Configure traces if the environment names a collector; if the extra is not installed, only log that."""
     if _TRACES.provider is None and any(environment.get(name) for name in ENDPOINTS):
         try:
             configure(service)

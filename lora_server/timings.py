@@ -23,7 +23,7 @@ class Timings:
     shard_silence: float = 10.0  # a shard that did not report for so long counts as down
     shard_report: float = 0.5  # between two reports of a shard
     shard_leave: float = 1.0  # for the controller to confirm that a shard stops
-    controller_start: float = 3.0  # a shard mentions no outage before
+    controller_start: float = 3.0  # a shard logs no outage in this time after its start
     controller_retry: float = 0.2  # between two attempts to reach the controller
     outage_reminder: float = 30.0  # between two log lines about one outage
     sweep: float = 0.5  # between two sweeps of the controller: leases, deadlines, health

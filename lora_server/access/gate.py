@@ -118,7 +118,7 @@ class Gate:
             raise
 
     def allows(self, call: str, authorization: str) -> bool:
-        """Whether `admit` would admit the call; writes nothing to the audit log."""
+        """Return whether `admit` would admit the call; writes nothing to the audit log."""
         try:
             rights.check(call, self.who(call, authorization))
         except (UnauthenticatedError, PermissionDeniedError):
@@ -138,7 +138,7 @@ class Gate:
         return Identity(on_behalf_of, who.role, who.token)
 
     def is_good(self, tenant: str, token_id: str) -> bool:
-        """Whether a lease that was made with this token may go on."""
+        """Return whether a token is still valid for leases that were made with it."""
         if not token_id:
             return not self.required
         token = self.cache.known.tokens.get(token_id)

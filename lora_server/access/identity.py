@@ -27,17 +27,17 @@ class Identity:
 
     @property
     def is_operator(self) -> bool:
-        """Whether it belongs to the tenant that runs the server."""
+        """Return whether the caller belongs to the tenant that runs the server."""
         return self.tenant == OPERATOR
 
     @property
     def sees_all(self) -> bool:
-        """Whether it sees every tenant's adapters. An engine does not: its requests may be any tenant's."""
+        """Return whether the caller sees every tenant's adapters. An engine does not: it may serve any tenant."""
         return self.is_operator and self.role is not Role.ENGINE
 
     @property
     def speaks_for_others(self) -> bool:
-        """Whether it may act on behalf of a tenant."""
+        """Return whether the caller may act on behalf of a tenant."""
         return self.is_operator and self.role in (Role.ADMIN, Role.ENGINE)
 
     def __str__(self) -> str:

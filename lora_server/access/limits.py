@@ -42,7 +42,7 @@ class TenantLimits:
         self._lock = threading.Lock()
 
     def check_rate(self, tenant: Tenant) -> None:
-        """One more add or acquire; raises LimitError."""
+        """Count one more add or acquire; raises LimitError if the tenant's rate is exceeded."""
         if not tenant.max_rate:
             return
         with self._lock:

@@ -24,7 +24,7 @@ class Names(NamedTuple):
         return first if slash and first in self.tenants else OPERATOR
 
     def sees(self, tenant: str, full: str) -> bool:
-        """Whether a tenant may use it, or know of it."""
+        """Return whether a tenant may use an adapter and know of it."""
         owner, shared = self.owner(full), self.shared.get(full, ())
         return owner in (OPERATOR, tenant) or OPERATOR in shared or tenant in shared
 

@@ -41,5 +41,5 @@ class RemoteGate:
         return who
 
     def allows(self, what: str, authorization: str) -> bool:
-        """Allow everything: what such a node says of itself names no adapter."""
+        """Allow everything: the pages of a node above rank 0 name no adapter."""
         return True

@@ -16,7 +16,7 @@ class Right(NamedTuple):
     public: bool = False
 
     def allows(self, who: Identity) -> bool:
-        """Whether a caller may."""
+        """Return whether a caller has this right."""
         return self.public or (who.role in self.roles and (who.is_operator or not self.operator))
 
 

@@ -21,7 +21,7 @@ class AccessService:
     """`find` says the full name of an adapter that a caller means; raises UnknownAdapterError."""
 
     def __init__(self, gate: Gate, find: Callable[[Identity, str], str], taken: Callable[[str], bool]) -> None:
-        """`taken`: whether adapters of the operator's begin with this name."""
+        """`taken` returns whether names of the operator's adapters begin with a text."""
         self._gate, self._find, self._taken = gate, find, taken
 
     @property

@@ -62,11 +62,11 @@ class Token:
 
     @property
     def identity(self) -> Identity:
-        """The identity that it proves."""
+        """Return the identity that the token proves."""
         return Identity(self.tenant, Role(self.role), self.id)
 
     def is_proven_by(self, shown: Secret, now: float) -> bool:
-        """Whether a secret is valid now; takes the same time whatever is wrong with it."""
+        """Return whether a secret is valid now. Takes the same time for every wrong secret."""
         digest = shown.digest
         current, old = hmac.compare_digest(digest, self.digest), hmac.compare_digest(digest, self.old_digest)
         return not self.revoked and (current or (old and now < self.old_until))
@@ -149,7 +149,7 @@ class Store:
         return token, secret
 
     def rotate_token(self, token_id: str, overlap: float, within: Identity) -> tuple[Token, Secret]:
-        """A new text; the old one is good for `overlap` seconds more. Raises ConfigError."""
+        """Give a token a new secret; the old one stays valid for `overlap` seconds. Raises ConfigError."""
         if not 0 <= overlap <= 30 * 86400:
             raise ConfigError(f"overlap: got {overlap:g} s, expected 0 to 30 days")
         secret = new(token_id)
@@ -255,7 +255,7 @@ def _check_name(tenant: str) -> None:
 
 
 def _change(connection: Connection, table: Table, key: str) -> None:
-    """First in a transaction: so changes come one after the other."""
+    """Record a change. Call it first in a transaction: its counter's row makes changes run one after the other."""
     serial = count(connection, CHANGES)
     connection.execute(insert(tables.changes).values(serial=serial, kind=table.name, key=key))
     connection.execute(delete(tables.changes).where(tables.changes.c.serial <= serial - CHANGES_KEPT))
@@ -268,7 +268,7 @@ def _check_most(connection: Connection, tenant: str, which: ColumnElement[bool],
 
 
 def _forget_revoked(connection: Connection, tenant: str) -> None:
-    """But for the newest: a tenant may make and revoke tokens for ever."""
+    """Delete a tenant's revoked tokens except the newest, since a tenant may create and revoke tokens without end."""
     revoked = (tables.tokens.c.tenant == tenant) & (tables.tokens.c.revoked > 0)
     oldest = select(tables.tokens.c.id).where(revoked).order_by(tables.tokens.c.revoked.desc()).offset(REVOKED_KEPT)
     for token_id in connection.execute(oldest).scalars().all():

@@ -64,7 +64,7 @@ class ServerCertificate:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the certificate in use expires; negative afterwards."""
+        """Return the seconds until the certificate in use expires; negative afterwards."""
         return self._shown.ends - self._clock.time()
 
     def grpc(self) -> grpc.ServerCredentials:
@@ -117,12 +117,12 @@ class ServerCertificate:
 
 
 def certificate_of(config: ServeConfig) -> ServerCertificate | None:
-    """None without TLS. Raises ConfigError."""
+    """Return the server's certificate, None without TLS. Raises ConfigError."""
     return ServerCertificate(config) if config.tls_cert is not None else None
 
 
 def check(config: ServeConfig) -> float | None:
-    """Seconds until the certificate of a start expires, if it has one. Raises ConfigError where it cannot serve."""
+    """Check the configured certificates; return the seconds until the server's expires. Raises ConfigError."""
     if config.tls_ca is not None:
         _client_context(config)
     certificate = certificate_of(config)

@@ -60,7 +60,7 @@ def adapter_files(directory: Path, limits: AdapterLimits) -> dict[str, int]:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter's files, valid or not."""
+    """Return whether a directory holds an adapter's files, valid or not."""
     return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))
 
 
@@ -100,7 +100,7 @@ class OpenFiles:
 
     @property
     def stamp(self) -> str:
-        """Sizes, times and inodes at opening: equal stamps on one host mean that the files were not written to.
+        """Return sizes, times and inodes at opening: equal stamps on one host mean that the files were not written to.
 
         `cp -p` and `tar` set the mtime, and an inode is reused; the ctime tells such content apart.
         """

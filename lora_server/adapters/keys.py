@@ -104,7 +104,7 @@ def _check_layer(key: str, layer: int, expert: int | None, groups: dict[str, str
 
 
 def _is_name_of(model_type: str, block: str, name: str, expert: int | None) -> bool:
-    """Whether a model of this type has experts of this name. Fused and stacked ones may be of any type."""
+    """Return whether a model of this type has experts of this name. Fused and stacked ones may be of any type."""
     if model_type == "mixtral":
         return True
     if block == "block_sparse_moe":

@@ -39,7 +39,7 @@ class AdapterLimits(NamedTuple):
 
 
 def check_values(name: str, text: bytes | bytearray, most_bytes: int) -> None:
-    """Raises AdapterFormatError for more JSON values than a text of at most `most_bytes` needs.
+    """Raise AdapterFormatError for more JSON values than a text of at most `most_bytes` needs.
 
     No other thread runs while Python parses one: 10 MB of `[],` took 0.8 s.
     """

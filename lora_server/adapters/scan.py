@@ -30,12 +30,12 @@ class Scan(NamedTuple):
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a sub-directory of this name is hidden, an unfinished copy, or has a name that no message can carry."""
+    """Return whether a scan skips a sub-directory: it is hidden or an unfinished copy, or its name is not UTF-8."""
     return name.startswith(".") or name.endswith(TEMPORARY) or name == "lost+found" or not is_text(name)
 
 
 def is_text(name: str) -> bool:
-    """Whether a path is UTF-8; Linux allows any bytes."""
+    """Return whether a path is UTF-8; Linux allows any bytes."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -49,12 +49,12 @@ def escaped(name: str) -> str:
 
 
 def is_adapter_file(name: str) -> bool:
-    """Whether a directory with such a file is an adapter's, valid or not."""
+    """Return whether a directory with such a file is an adapter's, valid or not."""
     return name == CONFIG or name.startswith(WEIGHTS_PREFIX)
 
 
 def scan(directory: Path) -> Scan:
-    """Raises OSError where the directory cannot be listed, or its file system fails.
+    """Scan a directory. Raises OSError if it cannot be listed, or its file system fails.
 
     A link that leads nowhere, and a sub-directory that may not be read, is one of `adapters`: it was meant to be one.
     """
@@ -94,7 +94,7 @@ def _look(path: str) -> tuple[str, bool]:
 
 
 def is_watched(name: str) -> bool:
-    """Whether a name is that of an adapter's file, or of an unfinished copy of one; not logs or checkpoints."""
+    """Return whether a name is that of an adapter's file, or of an unfinished copy of one; not logs or checkpoints."""
     return "adapter_" in name or ".safetensors" in name
 
 

@@ -26,7 +26,7 @@ class Selection:
     layers: frozenset[int] | None
 
     def check(self, key: str, module: str, layer: int) -> None:
-        """Raises AdapterFormatError where the config rules out the module that a tensor is for."""
+        """Raise AdapterFormatError if the config excludes the module or the layer of a tensor."""
         field, expected = f"{self.config}: exclude_modules", "no tensor for it, or it not to be excluded"
         if not self.excluded.isdisjoint(suffixes(module)) or (
             self.excluded_regex and self.excluded_regex.fullmatch(module)

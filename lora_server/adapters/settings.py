@@ -43,7 +43,7 @@ class LoraSettings:
         return alpha / math.sqrt(lora_rank) if self.rslora else alpha / lora_rank
 
     def targets_parameter(self, name: str) -> bool:
-        """Whether target_parameters selects the parameter of this full name, as PEFT decides it."""
+        """Return whether target_parameters selects the parameter of this full name, as PEFT decides it."""
         return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
 
     def digest(self) -> bytes:

@@ -95,7 +95,7 @@ class Weights:
         return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[matrix.dtype])).view(shape)
 
     def check(self) -> None:
-        """Raises AdapterFormatError where a file was written to since it was opened."""
+        """Raise AdapterFormatError if a file was written to since it was opened."""
         try:
             self._files.check()
         except AdapterFormatError as error:

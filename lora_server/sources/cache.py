@@ -38,7 +38,7 @@ class CachedAdapter(NamedTuple):
     complete: bool
 
     def is_unused(self) -> bool:
-        """Whether no process reads or writes it. The caller has the cache's lock, so none begins to."""
+        """Return whether no process reads or writes it. The caller has the cache's lock, so none begins to."""
         try:
             descriptor = os.open(self.path / HELD, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -164,7 +164,7 @@ class DiskCache:
         return frozenset(one.version for one in self._list_cached() if one.complete)
 
     def is_fetching(self, version: str) -> bool:
-        """Whether a process fetches this version now."""
+        """Return whether a process fetches this version now."""
         return bool(version) and any(one.version == version and not one.complete for one in self._list())
 
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return status in _STATUSES or status >= 500

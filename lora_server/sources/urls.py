@@ -17,7 +17,7 @@ _SEPARATORS = re.compile(r"[/\\]")
 
 
 def is_remote(source: str) -> bool:
-    """Whether a source is a URL other than a file of this host."""
+    """Return whether a source is a URL other than a file of this host."""
     match = _URL.fullmatch(source)
     return match is not None and match[1].lower() != "file"
 
@@ -44,7 +44,7 @@ def prefixes(allow_source: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_listed(url: str, listed: Iterable[str]) -> bool:
-    """Whether a URL is below one of these, and has no `..` in any encoding."""
+    """Return whether a URL is below one of these, and has no `..` in any encoding."""
     return not _steps_up(url) and any(_is_below(url, one) for one in listed)
 
 
@@ -66,7 +66,7 @@ def _is_below(url: str, prefix: str) -> bool:
 
 
 def _steps_up(url: str) -> bool:
-    """Whether a part is `.` or `..`, also after decoding: some servers decode twice."""
+    """Return whether a part is `.` or `..`, also after decoding: some servers decode twice."""
     for _ in range(MOST_DECODINGS):
         if any(part in (".", "..") for part in _SEPARATORS.split(url)):
             return True
