@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpu-run", type=Path, help="a GPU's folder of bench/out/gpu_run")
-    parser.add_argument("--transport", default="gpu", help="whose kernels these are (default: gpu)")
+    parser.add_argument("--transport", default="gpu", help="the transport of the run's kernels (default: gpu)")
     arguments = parser.parse_args()
     found = measure() if arguments.gpu_run is None else of_gpu_run(arguments.gpu_run, arguments.transport)
     arguments.out.write_text(json.dumps(found, indent=2) + "\n")

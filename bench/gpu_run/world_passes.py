@@ -15,7 +15,7 @@ from client_connector.serving.planned import PlannedPass
 
 
 def judged(server: str, transport: str, device: str) -> dict[str, bool]:
-    """Compare passes with the host's: name -> whether it was right. The process must be in no world."""
+    """Compare passes with the host's: name -> whether it was right. Joins the world, and leaves it at the end."""
     host = PlannedPass(Client(RemoteServer(server, "tcp"), SECONDS), lambda: True)
     client = Client(RemoteServer(server, transport, device=device), SECONDS)
     forward = LaunchedPass(client, lambda: True, dtype=torch.bfloat16, max_rows=ROWS, max_adapters=4)

@@ -1,7 +1,7 @@
-"""What a step costs in NVSHMEM's world: by Link, as put, wait and add, and its push beside a raw put of its bytes.
+"""The cost of a step in NVSHMEM's world: by Link; as put, wait and add; and its push beside a raw put of its bytes.
 
 The raw put is `link_send` of a step that was answered already: NVSHMEM's own put with signal, of as many bytes, to the
-same slot and the same word, where it is no news. PEs of one GPU take turns on it: times are what they are.
+same slot and the same word, which it does not change. PEs of one GPU take turns on it, and the times include that.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def by_kernels(
 
 
 def request_bytes(steps: Steps) -> int:
-    """Of a step by kernels, with its header."""
+    """Count the bytes of a step by kernels, with its header."""
     return slot.request_offsets(1, steps.rows, slot.HAS_IN_MAP, 2 * steps.rows * steps.width).end
 
 
 def queued(link: KernelLink, launch: Callable[[], None]) -> Callable[[], None]:
-    """In the link's queue, between what torch has queued and what comes next there."""
+    """Return a call that runs `launch` in the link's queue, after what torch has queued and before what follows."""
 
     def between() -> None:
         link.queue.follow_engine()
@@ -82,7 +82,7 @@ def queued(link: KernelLink, launch: Callable[[], None]) -> Callable[[], None]:
 
 
 def raw_put(link: KernelLink, steps: Steps) -> Callable[[], None]:
-    """Launch `link_send` for the newest step; the bytes in this PE's own copy of the slot may be any."""
+    """Return a call that launches `link_send` for the newest step, whatever this PE's copy of the slot contains."""
     state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
     seq = int(state["pushed"])
     memory = bytearray(slot.HEADER_BYTES)
@@ -92,5 +92,5 @@ def raw_put(link: KernelLink, steps: Steps) -> Callable[[], None]:
 
 
 def median(times: list[float]) -> float:
-    """Without those of the warm-up."""
+    """Return the median of the times after the warm-up."""
     return round(statistics.median(times[WARM_UP:]), 2)
