@@ -1,4 +1,4 @@
-"""A client or a stranger that asks for too much, as a process: `python -m tests.chaos.attacker KIND ADDRESS COUNT`.
+"""An attacking process, as a client or unauthenticated: `python -m tests.chaos.attacker KIND ADDRESS COUNT`.
 
 It says "busy" when it is at it, and goes on until it is killed. An attacker has a machine of its own: here it takes
 what server and bystanders leave of theirs (nice 19), so that what they notice is what the server lets it do to them.
@@ -51,7 +51,7 @@ def on_and_on(callers: Sequence[Caller]) -> None:
 
 
 def big_steps(address: str, count: int) -> None:
-    """As large as they may be, and called decode; each client has the next ready when one is answered."""
+    """Push decode steps of the largest size; each client has the next one ready when one is answered."""
 
     callers = [Caller(joined(address), LARGE) for _ in range(count)]
     for caller in callers:
@@ -61,14 +61,14 @@ def big_steps(address: str, count: int) -> None:
 
 
 def full_slots(address: str, count: int) -> None:
-    """As large as they may be, and as many at a time as there are slots."""
+    """Push steps of the largest size into all slots at once."""
     callers = [Caller(joined(address), MANY) for _ in range(count)]
     busy()
     on_and_on(callers)
 
 
 def idle_clients(address: str, count: int) -> None:
-    """They have joined and done a step, and do nothing."""
+    """Join as `count` clients, which then do nothing."""
     kept = []
     for _ in range(count):
         with contextlib.suppress(LoraServerError):
@@ -78,7 +78,7 @@ def idle_clients(address: str, count: int) -> None:
 
 
 def rings(address: str, count: int) -> None:
-    """Bells and signals for nothing, and headers that are none."""
+    """Ring doorbells and signal without a step, and push headers of zeros."""
     links = [link for _ in range(count) for link in joined(address).session.links]
     seqs = dict.fromkeys(range(len(links)), 0)
     busy()
@@ -94,7 +94,7 @@ def rings(address: str, count: int) -> None:
 
 
 def prefetches(address: str, count: int) -> None:
-    """Everything, all the time."""
+    """Ask to prefetch all adapters, again and again, in changing order."""
     client = joined(address)
     names = [f"other-{index}" for index in range(count)]
     held = client.acquire(names)
@@ -174,7 +174,7 @@ def silent_checks(address: str, count: int) -> None:
 
 
 def idle_connections(address: str, count: int) -> None:
-    """Of clients that answer pings and call nothing; others when they are closed."""
+    """Keep `count` connections that answer pings and call nothing; open new ones when some are closed."""
     host, _, port = address.rpartition(":")
     selector, settings = selectors.DefaultSelector(), bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     for turn in itertools.count():
@@ -198,7 +198,7 @@ def idle_connections(address: str, count: int) -> None:
 
 
 def half_requests(address: str, count: int) -> None:
-    """To every port of the controller, HTTP's among them; others all the time."""
+    """Send half a request to every port of the controller, HTTP's among them; keep replacing the connections."""
     ports = sorted(listening(servers(address)[0]))
     open_ones: list[socket.socket] = []
     for turn in itertools.count():

@@ -26,7 +26,7 @@ PERIOD = 10e-3
 
 
 class Caller:
-    """Steps at one site with the same rows, whose deltas must not change."""
+    """A client that steps at one site with the same rows: their deltas must not change."""
 
     def __init__(self, client: Client, rows: int, name: str = "tenant") -> None:
         self.client, self.model = client, client.terms.spec

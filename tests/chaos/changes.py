@@ -87,7 +87,7 @@ class Changer:
             self.before[name] = [*(one for one in self.before.get(name, ()) if one != then[0]), was[0]]
 
     def compare(self, found: dict[str, State]) -> int:
-        """How many names mean what they must not; what a change without an answer came to is known then."""
+        """Count the names that mean a wrong version; settle the outcome of each change that got no answer."""
         wrong = 0
         for name, meant in list(self.known.items()):
             now = found.get(name)
@@ -121,7 +121,7 @@ class Campaign:
         return {name: (one.version, one.pinned) for name, one in listed(self.server.address).items()}
 
     def play(self, kills: int, bar: float) -> Line:
-        """So many, and what came of them; `bar`: seconds in which the server is complete again."""
+        """Kill the controller `kills` times; count the outcomes. `bar`: seconds until the server must be complete."""
         line = Line("", kills)
         with ThreadPoolExecutor(CHANGERS) as threads:
             for _ in range(kills):
@@ -144,7 +144,7 @@ class Campaign:
         return line
 
     def _kill(self) -> int:
-        """How many engines did not go on while it was down."""
+        """Kill the controller; count the engines that made no step while it was down."""
         steps, began = [len(one.rounds) for one in self.engines], time.monotonic()
         kill_controller(self.server)
         self.took.append(time.monotonic() - began)
@@ -171,7 +171,7 @@ class Campaign:
 
 
 def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tuple[list[Line], Held]:
-    """With --data-dir, where every adapter has a copy of its own."""
+    """Play the campaign on a server with --data-dir, which keeps a copy of every adapter."""
     adapters = scratch / "adapters"
     adapters.mkdir()
     for name in (*KINDS, "tenant"):

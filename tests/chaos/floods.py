@@ -118,7 +118,7 @@ def _attacked_by(server: RunningServer, kind: str, count: int) -> Iterator[None]
 
 
 def _settled(server: RunningServer, before: tuple[int, int]) -> tuple[int, int]:
-    """What is held once connections of strangers that went are cleared away, or are not."""
+    """Wait until the server has closed the attackers' connections, or 30 s; return the resources that it then holds."""
     with contextlib.suppress(AssertionError):
         until(lambda: held(server)[1] - before[1] <= LEAK_DESCRIPTORS, "connections to be cleared away", 30)
     return held(server)

@@ -1,4 +1,4 @@
-"""Inputs that nobody should send: each gets a typed error or is served, and nobody else notices."""
+"""Malformed inputs: each gets a typed error or is served, and no other client notices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESSAGES = (messages.Hello, messages.Welcome, messages.Challenge, messages.Answe
 
 
 def outcome(run: Callable[[], object]) -> str:
-    """What came of it; a typed error is as it should be."""
+    """Run a call and name its outcome: `right`, the code of a typed error, or an untyped error."""
     try:
         run()
     except LoraServerError as error:
@@ -31,7 +31,7 @@ def outcome(run: Callable[[], object]) -> str:
 
 
 def slots(adapter: Path, count: int, dice: random.Random) -> Line:
-    """Bits and words of a good step, beside a client whose answers must not change."""
+    """Flip bits and words of a good step, beside a client that must get the same answers as before."""
     line = Line("slots", count)
     with loaded_rig(adapter) as rig:
         other = Client(rig.shard, 2)
@@ -53,7 +53,7 @@ def slots(adapter: Path, count: int, dice: random.Random) -> Line:
 
 
 def control_messages(count: int, dice: random.Random) -> Line:
-    """Of every type: noise, flipped bits, and messages of another type, cut short."""
+    """Decode bad messages as every type: noise, flipped bits, and messages of another type or cut short."""
     line, nonce = Line("control messages", count), bytes(32)
     sound = messages.Hello(1, 2, b"k"), messages.Welcome(1, 2, 3), messages.Challenge(nonce)
     good = [messages.encode(one) for one in sound]
@@ -68,7 +68,7 @@ def control_messages(count: int, dice: random.Random) -> Line:
 
 
 def http(port: int, count: int, dice: random.Random, lives: Callable[[], bool]) -> Line:
-    """As tests/support/hostile_http.py makes them; the port answers all the same."""
+    """Send the requests of tests/support/hostile_http.py; the port must go on answering good ones."""
     line = Line("HTTP requests", count)
     for turn in range(count):
         payload = HOSTILE[dice.choice(sorted(HOSTILE))](dice)

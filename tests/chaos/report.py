@@ -1,4 +1,4 @@
-"""What is counted, as a table; and whether the bars hold."""
+"""The counts of a run as a table, and whether they keep within the bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAK_BYTES, LEAK_DESCRIPTORS = 192 << 20, 64  # of all processes of a server
 
 @dataclass
 class Line:
-    """One kind of harm. `answers`: outcomes of those who did nothing wrong."""
+    """One kind of harm. `answers`: outcomes of the clients that did nothing wrong."""
 
     kind: str
     times: int
@@ -25,7 +25,7 @@ class Line:
     most: float = MOST_TIMES  # that it may be
 
     def counts(self) -> list[int]:
-        """Answers that were wrong, errors that are none of ours, late, lost: none may be."""
+        """Return the counts that must be 0: wrong answers, untyped errors, late, lost."""
         untyped = sum(count for outcome, count in self.answers.items() if outcome.startswith("untyped"))
         return [self.answers["wrong"], untyped, self.late, self.lost]
 
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass
 class Held:
-    """Of the processes of one server, before and after."""
+    """The resources of one server's processes, before and after."""
 
     what: str
     before: tuple[int, int]  # bytes, descriptors
