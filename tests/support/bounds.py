@@ -1,11 +1,11 @@
-"""How large the numbers of a LoRA step can become: what the errors of its rounding are measured against."""
+"""Bounds of the numbers in a LoRA step, against which its rounding errors are measured."""
 
 from kernels_cuda import reference
 from kernels_cuda.ops import Pair, Step, stack
 
 
 def magnitudes(step):
-    """The same step with every number replaced by its magnitude: what errors are measured against."""
+    """Compute the step with every number replaced by its magnitude."""
     segments = [
         s._replace(block=stack([Pair(p.a_RK.abs(), p.b_OR.abs(), abs(p.scale), p.out_begin) for p in s.block.pairs]))
         for s in step.segments

@@ -64,7 +64,7 @@ def main() -> None:
                 outcome = f"untyped {error!r}"
             print(json.dumps({"at": time.time(), "outcome": outcome, **held()}), flush=True)
             if outcome != "right":
-                time.sleep(0.05)  # nobody hammers a server that is away
+                time.sleep(0.05)  # do not hammer a server that is away
 
 
 if __name__ == "__main__":

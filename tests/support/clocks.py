@@ -44,7 +44,7 @@ def environment(timings: Timings) -> dict[str, str]:
 
 
 class VirtualClock:
-    """Stands still until `advance`; who waits notices within 2 ms. One thread advances it."""
+    """A clock that stands still until `advance`; waiting threads notice within 2 ms. One thread advances it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now, self._began = now, now

@@ -26,7 +26,7 @@ def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=
 
 
 def make_tiny_controller(**settings):
-    """A controller of tiny-mixtral, whose adapters have files, with one shard."""
+    """Make a controller of tiny-mixtral with one shard and adapters that have files."""
     agreement = Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64)
     return Controller(agreement, **settings)
 

@@ -1,9 +1,9 @@
-"""The shell blocks of the documents, and a reader who types them: tiny models under the names that documents use.
+"""The shell blocks of the documents, run as a reader would type them, on tiny models with the documents' names.
 
 A block is run as written unless a comment before it says otherwise:
     <!-- not run: REASON -->        <!-- run in: A FILE OF TESTS -->
-What serves for ever is started, waited for, and stopped at the end of its block. The reader has a network of their own
-(a namespace), so that the documents' ports and addresses are free.
+A command that serves for ever is started, waited for, and stopped at the end of its block. Blocks run in a network
+namespace of their own, so that the documents' ports and addresses are free.
 """
 
 import re
@@ -50,7 +50,7 @@ def blocks(document):
 
 
 def no_network():
-    """Why a reader cannot have a network of their own here; empty where they can."""
+    """Explain why blocks cannot have a network namespace here; empty if they can."""
     try:
         done = subprocess.run(["unshare", "-rn", "ip", "addr"], capture_output=True, timeout=60, check=False)
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def no_network():
 
 
 def furnish(folder, **settings):
-    """What the documents suppose: a model directory, ./adapters, ./law-v2 and ./law-v3."""
+    """Make the files that the documents assume: a model directory, ./adapters, ./law-v2 and ./law-v3."""
     model = tiny.make_model("mixtral", **settings)
     tiny.save_model(model, folder / "Mixtral-8x7B")
     tiny.save_tokenizer(folder / "Mixtral-8x7B")
@@ -68,7 +68,7 @@ def furnish(folder, **settings):
 
 
 def script(commands):
-    """For bash: the commands; after those that serve for ever, a wait until all of them do."""
+    """Write the bash script: the commands, and after those that serve for ever a wait until all of them are ready."""
     lines = ["set -eu", "ip link set lo up", "ip addr add 10.0.0.1/32 dev lo", "servers=", ": > servers.log"]
     lines.append("trap 'set +e; tail -n 60 servers.log >&2; [ -z \"$servers\" ] || kill $servers; wait' EXIT")
     waiting = []

@@ -66,7 +66,7 @@ class EchoShard:
 
     @property
     def der(self) -> bytes:
-        """What clients are told of the certificate."""
+        """The certificate as clients get it; empty without TLS."""
         return self.certificate.der if self.certificate is not None else b""
 
     def link(
@@ -96,7 +96,7 @@ class EchoShard:
         return Echo(self.join(number, epoch, at), seed=number)
 
     def connection(self, client: int) -> Connection:
-        """Of a client that has joined; one with a device is connected once it says what it mapped."""
+        """Wait for a joined client's connection and return it. A client with a device connects once it has mapped."""
 
         def found() -> list[Connection]:
             return [connection for connection in self.port.connections if connection.client == client]

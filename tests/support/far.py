@@ -33,7 +33,7 @@ class Far:
         self.cut = False
 
     def put(self, name: str, adapter: Path) -> str:
-        """Its URL."""
+        """Copy an adapter to the server and return its URL."""
         shutil.rmtree(self.directory / name, ignore_errors=True)
         shutil.copytree(adapter, self.directory / name)
         return f"{self.url}/{name}"
@@ -81,7 +81,7 @@ class _Handler(SimpleHTTPRequestHandler):
                 self.wfile.write(content[len(content) // 2 :])
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def far_server(directory: Path, certificate: tuple[Path, Path] | None = None) ->
 
 
 def fetcher_of(directory: Path, capacity: int = 1 << 30, kind: str = "mixtral", listed: Sequence[str] = ()) -> Fetcher:
-    """As a process of a node has one."""
+    """Make a fetcher like that of a node's process."""
     return Fetcher(DiskCache(directory, Size(nbytes=capacity)), spec_of(kind), listed=listed)
 
 
@@ -117,5 +117,5 @@ def size_of(adapter: Path) -> int:
 
 
 def left(cache: Path) -> list[str]:
-    """What lies in a disk cache, complete or not."""
+    """List the adapters in a disk cache, complete or not."""
     return sorted(path.name for path in cache.iterdir() if path.is_dir())

@@ -1,4 +1,4 @@
-"""Engine processes that check themselves, and what came of their rounds."""
+"""Engine processes that check themselves, and the outcomes of their rounds."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ class Engine:
                 self.rounds.append(json.loads(line))
 
     def right_since(self, since: float) -> float | None:
-        """When the first round that was right ended after that time."""
+        """Return when the first right round after `since` ended; None if there is none yet."""
         return next((one["at"] for one in list(self.rounds) if one["at"] > since and one["outcome"] == "right"), None)
 
 
@@ -76,7 +76,7 @@ class Fleet:
             engine.stop()
 
     def all_right_again(self, since: float, seconds: float = HANG_SECONDS) -> float:
-        """Until every engine has had a whole round that was right after `since`; how long the slowest took."""
+        """Wait until every engine has had a complete right round after `since`; return how long the slowest took."""
         until(lambda: all(one.right_since(since) for one in self.engines), f"right again: {self.outcomes()}", seconds)
         return max(one.right_since(since) for one in self.engines) - since
 
@@ -84,7 +84,7 @@ class Fleet:
         return Counter(one["outcome"] for engine in self.engines for one in list(engine.rounds))
 
     def check(self) -> Counter[str]:
-        """No wrong answer, no untyped error, nobody died."""
+        """Assert that no answer was wrong, no error untyped, and no engine died; return the outcomes."""
         outcomes = self.outcomes()
         assert set(outcomes) <= TYPED, outcomes
         assert all(engine.process.poll() is None for engine in self.engines)

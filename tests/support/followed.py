@@ -1,4 +1,4 @@
-"""A followed directory beside its watcher, whose clock is the test's."""
+"""A followed directory and its watcher, which runs by the test's clock."""
 
 import itertools
 import json

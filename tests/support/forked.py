@@ -48,7 +48,7 @@ OURS = ("LORA_SERVER_", "PYTEST_", "OTEL_", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Job(msgspec.Struct):
-    """What a forked process becomes; on its descriptor 3."""
+    """The command that a forked process becomes; it reads this on its descriptor 3."""
 
     parent: int
     module: str
@@ -58,7 +58,7 @@ class Job(msgspec.Struct):
 
 
 class ForkedPopen(subprocess.Popen):
-    """As subprocess has it, pipes and all, but forked."""
+    """A subprocess.Popen, with its pipes, that forks the fork server in place of starting an interpreter."""
 
     def __init__(self, server: ForkServer, command: list[str], **how) -> None:
         self._server = server

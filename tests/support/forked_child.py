@@ -1,4 +1,4 @@
-"""A child for tests of what forks it: it says who it is, and ends as it is told."""
+"""A child process for tests of forking: it prints its identity, and ends as it is told."""
 
 import os
 import random

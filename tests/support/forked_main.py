@@ -1,4 +1,4 @@
-"""What a process that tests.support.forked asked for does: it becomes `python -m MODULE ARGUMENT...`."""
+"""The main of a process that tests.support.forked forks: it becomes `python -m MODULE ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _become(job) -> None:
-    """Nothing of the fork server's own is left."""
+    """Replace all state of the fork server by the job's, run its module, and exit."""
     call_myself(Path(sys.executable).name)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     structlog.reset_defaults()
@@ -51,7 +51,7 @@ def _become(job) -> None:
 
 
 def _run(module: str) -> int:
-    """Its exit code."""
+    """Run a module as __main__ and return its exit code."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -70,7 +70,7 @@ def _run(module: str) -> int:
 
 
 def _end(code: int) -> int:
-    """What an interpreter does at its end, but for taking modules apart: half a second, of pages that were shared."""
+    """End like an interpreter, but do not tear down modules: that takes half a second and copies shared pages."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

@@ -65,7 +65,7 @@ class Gated:
         self.address = f"127.0.0.1:{self.control.port}"
 
     def ask(self, token, service, method, request):
-        """One call, as who has the token; raises the server's error."""
+        """Make one call with the token; raises the server's error."""
         with open_channel(self.address, Credentials(token=token)) as channel:
             stub = getattr(getattr(rpc, f"{service}Stub")(channel), method)
             return call(stub, request, server=self.address, seconds=HANG_SECONDS)

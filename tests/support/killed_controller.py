@@ -1,4 +1,4 @@
-"""`lora-server serve`, as `python -m` runs this, whose controller, `main()`, kills itself where a test says."""
+"""`lora-server serve`, run by `python -m`, with a controller (`main()`) that kills itself where a test says."""
 
 import operator
 import os

@@ -11,11 +11,11 @@ from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_
 from kernels_cuda.ops import Step
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
-POISON = 0xFF  # NaN in every float format, wherever a kernel reads what nobody wrote
+POISON = 0xFF  # NaN in every float format, wherever a kernel reads unwritten memory
 
 
 class Pages:
-    """A page table whose pages lie apart from each other, in memory that holds NaNs."""
+    """A page table with pages that lie apart from each other, in memory that holds NaNs."""
 
     def __init__(self, device: str, first_tile: int, num_tiles: int) -> None:
         self.free_tile, count = first_tile, -(-(first_tile + num_tiles) // PAGE_TILES)
@@ -26,7 +26,7 @@ class Pages:
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def write(self, tiles: torch.Tensor) -> int:
-        """Store tiles one after the other; the number of the first."""
+        """Store tiles one after the other; return the number of the first."""
         first, self.free_tile = self.free_tile, self.free_tile + len(tiles)
         for i, tile in enumerate(tiles, first):
             at = self.starts[i // PAGE_TILES] + i % PAGE_TILES * TILE_BYTES
@@ -63,7 +63,7 @@ class PackedStep:
 def pack_step(
     step: Step, in_width: int, out_width: int, device: str = "cpu", first_tile: int = PAGE_TILES - 3
 ) -> PackedStep:
-    """The same step for the kernels; its first blocks cross the border of a page."""
+    """Pack a step for the kernels, so that its first blocks cross the border of a page."""
     dtype = step.rows_TK.dtype
     blocks = {id(segment.block): segment.block for segment in step.segments}
     shapes = {key: shape_of(block, in_width, out_width) for key, block in blocks.items()}

@@ -17,11 +17,11 @@ from lora_server.registry.database import FILE
 from tests.support.serving import HANG_SECONDS, until
 
 DATABASES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.long))  # for `database_of`
-OWNER = "postgres"  # who it runs as where we are root, whom it refuses
+OWNER = "postgres"  # the user that it runs as if we are root: it refuses to run as root
 
 
 def binaries() -> Path | None:
-    """Where `postgres` and `initdb` are: on the PATH, or where Debian puts them."""
+    """Find the folder of `postgres` and `initdb`: on the PATH, or where Debian puts them; None if there is none."""
     places = [Path(found).resolve().parent] if (found := shutil.which("postgres")) else []
     places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next((one for one in places if (one / "postgres").exists() and (one / "initdb").exists()), None)
@@ -29,8 +29,8 @@ def binaries() -> Path | None:
 
 @contextlib.contextmanager
 def running_postgres(primary: str = "") -> Iterator[str]:
-    """Its URL; skips the test where it is not installed. It ends with the block, or with this process. `primary`: the
-    URL of another, which it follows, until `pg_promote()`."""
+    """Run a PostgreSQL until the block or this process ends; yields its URL. Skips the test if none is installed.
+    `primary`: the URL of another, which it follows until `pg_promote()`."""
     found = binaries()
     if found is None:
         pytest.skip("no PostgreSQL is installed here: make postgres")
@@ -78,7 +78,7 @@ def database_of(kind: str, directory: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def read_only(url: str) -> Iterator[None]:
-    """While it takes no writes, as a standby, or a primary that a failover replaced."""
+    """Make the database read-only within the block, like a standby, or a primary that a failover replaced."""
 
     def set_to(value: str) -> None:
         with psycopg.connect(url, autocommit=True) as connection:

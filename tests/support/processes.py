@@ -34,8 +34,8 @@ def line_of(process, seconds=60):
 
 
 def kill(process):
-    """With all that it started, which may have its pipe."""
-    if process.returncode is None:  # its number is nobody else's
+    """Kill a process and all that it started, as those may hold its pipe."""
+    if process.returncode is None:  # its process id cannot have been reused
         with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()

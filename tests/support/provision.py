@@ -19,7 +19,7 @@ LOAD = {"instances": 4, "batch_size": 64.0}
 
 
 def question(**flags):
-    """Of the planner: 512 adapters of Mixtral under four instances, unless the flags say otherwise."""
+    """Make a question to the planner: 512 adapters of Mixtral under four instances, unless the flags say otherwise."""
     return scenario(PlanFlags(**({"slo": SLO, "model": "mixtral-8x7b", "adapters": 512} | LOAD | flags)))
 
 
@@ -61,7 +61,7 @@ def calls(kind: str, seed: int, num: int = 15_000, span_s: float = 3600.0):
         gaps = rng.gamma(1 / 16, 16, num)
         arrival_s = np.cumsum(gaps) * span_s / gaps.sum()
     adapter = rng.choice(ADAPTERS, num, p=popularity)
-    if kind == "drift":  # who is popular changes with the hour
+    if kind == "drift":  # the popular adapters change with the hour
         adapter = (adapter + (arrival_s / span_s * 5).astype(int) * 40) % ADAPTERS
     tokens = np.maximum(np.rint(rng.lognormal(np.log(180) - 0.35, 0.84, num)), 1)
     if kind == "long-tail":
@@ -70,7 +70,7 @@ def calls(kind: str, seed: int, num: int = 15_000, span_s: float = 3600.0):
 
 
 def write(path: Path, kind: str, seed: int, **size) -> Path:
-    """As a file for --trace."""
+    """Write the calls as a file for --trace; return its path."""
     rows = zip(*calls(kind, seed, **size), strict=True)
     lines = (f"{at:.4f},adapter-{adapter},100,{tokens}\n" for at, adapter, tokens in rows)
     path.write_text("timestamp,adapter,input_tokens,output_tokens\n" + "".join(lines))
@@ -78,7 +78,7 @@ def write(path: Path, kind: str, seed: int, **size) -> Path:
 
 
 def write_counts(path: Path, kind: str, seed: int, **size) -> Path:
-    """The same calls as a file for --counts, with mean output tokens."""
+    """Write the calls as a file for --counts, with mean output tokens; return its path."""
     _, adapter, tokens = calls(kind, seed, **size)
     seen = np.unique(adapter)
     lines = (f"adapter-{i},{(adapter == i).sum()},{tokens[adapter == i].mean():.3f}\n" for i in seen)

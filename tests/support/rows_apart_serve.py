@@ -1,6 +1,6 @@
-"""`lora-server serve` whose shards compute each entry by itself: python -m tests.support.rows_apart_serve serve FLAG...
+"""`lora-server serve` with shards that compute each entry alone: python -m tests.support.rows_apart_serve serve FLAG...
 
-How many rows a segment has decides how a GEMM rounds; of these shards no bit of a row depends on the rows beside it.
+A GEMM rounds differently for different numbers of rows; on these shards no bit of a row depends on the rows beside it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ TOGETHER = cpu.lora_parts
 
 
 def parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
-    """What `cpu.lora_parts` does, a row in memory of its own at a time."""
+    """Do the work of `cpu.lora_parts` one row at a time, in memory of its own."""
     delta_NO = torch.empty(step.num_entries, step.out_width)
     for block, first, count in step.segments:
         for entry in range(first, first + count):
@@ -41,7 +41,7 @@ def parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
 
 
 def main() -> None:
-    """Of a shard."""
+    """Run a shard with these parts."""
     cpu.lora_parts = parts
     shard_main.main()
 

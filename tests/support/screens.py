@@ -1,5 +1,5 @@
-"""What a command shows, kept as files beside its test: screens/NAME.txt. With LORA_SERVER_SCREENS=write they are
-written anew; read the difference before you commit it."""
+"""Commands' output, kept as files beside their tests: screens/NAME.txt. LORA_SERVER_SCREENS=write writes them anew;
+read the difference before you commit it."""
 
 from __future__ import annotations
 

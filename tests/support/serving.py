@@ -175,7 +175,7 @@ def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
 
 
 def shard_processes(address: str) -> list[psutil.Process]:
-    """Of a server whose shards are up, by index."""
+    """Return the shards' processes of a server, by index. The shards must be up."""
     return [psutil.Process(shard.pid) for shard in status(address).shards]
 
 
@@ -217,7 +217,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What a process of a node calls itself; empty once it has ended."""
+    """Return the name that a node's process gave itself; empty once it has ended."""
     try:
         return process.name()
     except psutil.Error:

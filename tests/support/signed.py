@@ -28,5 +28,5 @@ def borrow(borrower, holder):
 
 
 def proof_of(lease):
-    """Of what Join answered."""
+    """Make the proof of a lease from the answer of Join."""
     return Proof(lease.client, lease.epoch, lease.key)

@@ -1,4 +1,4 @@
-"""What a weight store is tested with: its loader stopped at a gate, and what it answers to a load."""
+"""Tools to test a weight store: a gate that stops its loader, and its answers to loads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Done:
 
 
 def source_of(path: Path) -> Source:
-    """What a controller would have registered; of files that cannot be opened, nothing."""
+    """Make the source that a controller would register; without version if the files cannot be opened."""
     try:
         with open_adapter(path, spec_of("mixtral")) as adapter:
             return Source(path, adapter.version(), adapter.stamp)
@@ -78,12 +78,12 @@ def source_of(path: Path) -> Source:
 def cpu_store(
     placement: Placement, shard: int, dtype: torch.dtype, capacity: int = 1 << 30, **options: Any
 ) -> WeightStore:
-    """In so many bytes of host memory."""
+    """Make a store in `capacity` bytes of host memory."""
     return WeightStore(placement, shard, CpuTier(placement, shard, dtype, MappedPool(capacity)), **options)
 
 
 def paged_store(placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, **options: Any) -> WeightStore:
-    """In the pages of a pool."""
+    """Make a store in the pages of a pool."""
     return WeightStore(placement, shard, PagedTier(placement, shard, dtype, pool), **options)
 
 
@@ -106,7 +106,7 @@ def is_complete(store: WeightStore, handle: int) -> bool:
 
 
 def bytes_of(path: Path, dtype: torch.dtype = torch.float32) -> int:
-    """What an adapter takes of a pool of the operating system's pages."""
+    """Measure the bytes that an adapter takes of a pool of the operating system's pages."""
     store = cpu_store(Placement(spec_of("mixtral"), Layout(1, 1)), 0, dtype)
     assert load(store, 1, path).result() is None
     found = store.report.use().weight_bytes
@@ -115,7 +115,7 @@ def bytes_of(path: Path, dtype: torch.dtype = torch.float32) -> int:
 
 
 def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:
-    """What a step gets for these (handle, expert), of one entry each."""
+    """Gather the weights as a step of these (handle, expert) does, with one entry each."""
     segments = [(handle, expert, i, 1) for i, (handle, expert) in enumerate(named)]
     with pinned(store, {handle for handle, _ in named}, site.layer):
         return store.gather(site, np.array(segments, np.int32), "a test")
@@ -123,7 +123,7 @@ def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:
 
 @contextlib.contextmanager
 def pinned(store: WeightStore, handles: Collection[int], layer: int) -> Iterator[bool]:
-    """As a step holds them; whether they were there."""
+    """Pin adapters as a step does; yields whether they were loaded."""
     pins = store.pin(handles, layer, "a test", time.monotonic())
     try:
         yield pins is not None

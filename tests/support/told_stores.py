@@ -69,7 +69,7 @@ class ToldStore:
             self._commands.execute(command, done)
 
     def whole(self) -> set[int]:
-        """Handles whose layers are all READY."""
+        """Return the handles of adapters with all layers READY."""
         return set(self.store._table.complete)
 
     def is_idle(self, handles: set[int]) -> bool:
@@ -95,7 +95,7 @@ class ToldServer:
         return ToldStore(self.controller, shard, self._capacities[shard], self._seed)
 
     def restart(self, shard: int) -> None:
-        """Its memory is empty."""
+        """Restart a shard with empty memory."""
         self.stores[shard].close()
         self.stores[shard] = self._store(shard)
 
@@ -112,7 +112,7 @@ class ToldServer:
             idle = all(store.is_idle(handles) for store in self.stores)
             return idle and "loading" not in states().values() and self.controller.adapters.sync.prewarm.is_settled
 
-        until(rests, "nobody loads")
+        until(rests, "no shard loads")
         return states()
 
     def whole(self) -> list[set[str]]:

@@ -1,5 +1,5 @@
-"""What may befall a server under an engine that generates, and what every row must be all the same: bit by bit that of
-an undisturbed run, or a typed error. tests/conformance has transformers, tests/vllm vLLM."""
+"""Disturbances of a server under an engine that generates. Every row must nevertheless equal that of an undisturbed run
+bit by bit, or be a typed error. tests/conformance does this with transformers, tests/vllm with vLLM."""
 
 import contextlib
 import os
@@ -71,7 +71,7 @@ def a_shard_is_stopped(server: RunningServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_shard_is_drained(server: RunningServer) -> Iterator[None]:
-    """It is started anew between two requests."""
+    """Drain a shard, which restarts between two requests."""
     with ThreadPoolExecutor(1) as pool:
         arguments = ("drain", "--shard", "1", "--seconds", str(HANG_SECONDS), "--server", server.address)
         drained = pool.submit(cli, *arguments, seconds=2 * HANG_SECONDS)
@@ -81,7 +81,7 @@ def a_shard_is_drained(server: RunningServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_step_times_out(server: RunningServer) -> Iterator[None]:
-    """A shard stands still for longer than a step may take, and goes on."""
+    """Suspend a shard for longer than a step may take, then resume it."""
     shard = shard_processes(server.address)[1]
     shard.suspend()
     try:
@@ -92,7 +92,7 @@ def a_step_times_out(server: RunningServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def the_controller_dies(server: RunningServer) -> Iterator[None]:
-    """SIGKILL; its shards serve on."""
+    """Kill the controller by SIGKILL; its shards go on serving."""
     psutil.Process(status(server.address).pid).kill()
     yield
 
@@ -118,14 +118,14 @@ DISTURBANCES = [
 
 
 def wait_complete(server: RunningServer) -> None:
-    """After a disturbance."""
+    """Wait until the server is complete again after a disturbance."""
     until(lambda: complete(server.address), "the server is complete again", HANG_SECONDS)
 
 
 @dataclass(frozen=True)
 class Death:
-    """When a shard dies: so long after a call of a module of the engine's model. `moment` is the part of the calls of a
-    whole run before it."""
+    """The time of a shard's death: so many seconds after a call of a module of the engine's model. `moment` is the
+    share of a complete run's calls before it."""
 
     shard: int
     moment: float
@@ -133,7 +133,7 @@ class Death:
 
     @classmethod
     def of(cls, seed: int, shards: int):
-        """Seeded."""
+        """Draw a death by a seed."""
         rng = random.Random(seed)
         return cls(rng.randrange(shards), rng.random(), rng.uniform(0, MOST_SECONDS))
 
@@ -157,7 +157,7 @@ class ModuleCalls:
         self._hook, self.number = register_module_forward_pre_hook(called), 0
 
     def end(self) -> int:
-        """How many there were."""
+        """Stop counting calls; return their number."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -165,7 +165,7 @@ class ModuleCalls:
 
 
 def kill_in(pid: int, seconds: float) -> None:
-    """From a thread of its own, while a step goes on."""
+    """Kill a process after `seconds`, from a thread, while a step goes on."""
 
     def kill() -> None:
         end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What another user of this host may do."""
+"""Runs a call as another user of this host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOBODY = 65534
 
 
 def as_another_user(act: Callable[..., object], *arguments: object) -> str:
-    """The OSError that it raises, or ''. Skips the test where this user cannot be another."""
+    """Run `act` as another user and return the text of its OSError, or ''. Skips the test if this user is not root."""
     if os.geteuid():
         pytest.skip("only root can become another user")
     read, write = os.pipe()

@@ -39,7 +39,7 @@ def library(source: str, variant: Variant, instead: Mapping[str, str]) -> ctypes
 
 
 def launch_bounds(text: str, warps: int) -> dict[str, int]:
-    """What each kernel's __launch_bounds__ are for blocks of so many warps that compute; macros define some kernels."""
+    """Read each kernel's __launch_bounds__ for blocks of `warps` computing warps; macros define some kernels."""
     found = {}
     for its in re.finditer(r"__launch_bounds__\(([^,()]+)[^()]*\)[\s\\]+(\w+)\(", text):
         macros = re.findall(r"^#define (\w+)\((\w+),", text[: its.start()], re.MULTILINE)

@@ -45,7 +45,7 @@ def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lo
 
 
 def compile_all(nvshmem: bool = False, in_codes: bool = False) -> None:
-    """What shards of one wire, and their clients, need, beside each other; `nvshmem`: in its world, too."""
+    """Compile in parallel what shards of one wire and their clients need; with `nvshmem`, also for its world."""
     other, own = source.SERVES[not in_codes], source.SERVES[in_codes]
     with ThreadPoolExecutor() as pool:
         list(pool.map(library, MEMORY.keys() - {other}))
@@ -148,7 +148,7 @@ def _address(memory: memoryview) -> int:
 
 
 def _need_pinned(memory: memoryview) -> None:
-    """Of one `pin`, as a real GPU asks that a copy nobody waits for is."""
+    """Raise unless the memory lies within one `pin`, as a real GPU requires for an asynchronous copy."""
     begin = _address(memory)
     if not any(first <= begin and begin + memory.nbytes <= end for first, end in PINNED):
         raise RuntimeError(f"{memory.nbytes} bytes at {begin:#x} are not pinned")

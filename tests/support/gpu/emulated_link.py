@@ -1,6 +1,6 @@
-"""A device that is this CPU: links whose kernels are emulated, and shards whose device memory is a memfd.
+"""A device that is this CPU: links with emulated kernels, and shards with a memfd as device memory.
 
-What a client's and a shard's end do with a GPU, but for the GPU: handshake, twins, put and route kernels.
+Both ends do all that they do with a GPU, but for the GPU itself: handshake, twins, put and route kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shards in threads of this process whose clients have a device, which is this CPU; see emulated_link."""
+"""Shards in threads of this process, with clients that have a device, which is this CPU; see emulated_link."""
 
 from __future__ import annotations
 

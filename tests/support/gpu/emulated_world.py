@@ -32,7 +32,7 @@ class Heap(Memory):
         self.address = self.tensor.data_ptr()
 
     def close(self) -> None:
-        """It stays."""
+        """Do nothing: the heap stays mapped."""
 
 
 class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
@@ -50,7 +50,7 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
             self._tell(compiled)
 
     def _tell(self, compiled: ctypes.CDLL) -> None:
-        """Its kernels where the heaps are, once that is known."""
+        """Tell a library's kernels where the heaps are, once that is known."""
         if self._heap is not None:
             own = ctypes.c_void_p(self._heap.address)
             compiled.live_world(self._rank, own, ctypes.c_uint64(self._nbytes), int(self.network))

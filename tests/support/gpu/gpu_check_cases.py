@@ -1,4 +1,4 @@
-"""What a shard's kernel must refuse: what is wrong, not its client's, or no number."""
+"""Steps that a shard's kernel must refuse: malformed, with another client's adapters, or with NaNs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
 
 
 def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
-    """Another is refused after as long as by the loop, or when late; what is told in time is served; nobody waits."""
+    """A step with an adapter that its client does not hold waits as long as at the loop, or until it is late, and is
+    refused, unless the shard is told of the lease in time. No other client waits for it."""
     scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
     other, forger = scene.clients
     shard, world = scene.shard, scene.world
@@ -48,7 +49,9 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
     shard.hold(forger.link, scene.handle + (1 << 16))
     scene.do(forged(1))
     assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
-    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for who may not have it"
+    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), (
+        "nothing is loaded for another"
+    )
 
 
 def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
@@ -100,7 +103,7 @@ def a_scale_is_a_number(library: ctypes.CDLL) -> None:
 
 
 def rows_of_the_other_wire_are_refused(library: ctypes.CDLL) -> None:
-    """Before anybody reads their tables; then a sound step is served as ever."""
+    """Rows of the other wire are refused before their tables are read; a sound step after them is served as usual."""
     scene = Scene(library, clients=0, wild=1)
     (client,) = scene.clients
     own, others = (BODIES_IN_CODES, BODIES) if library.in_codes else (BODIES, BODIES_IN_CODES)

@@ -19,7 +19,7 @@ from tests.support.gpu.gpu_shard import DEVICE, Shard, Waiting
 from tests.support.gpu.gpu_weights import DEPTH, LAYOUT, MAX_ROWS, Body, reference
 from tests.support.gpu.gpu_world import VARIANT, World, address
 
-BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
+BUDGET_NS = 40_000_000  # of virtual time: no step takes that long
 THREADS = VARIANT.warps * 32
 WIDEST = 32
 GRIDS = 3, 5  # blocks of a put, and of an add: those of each other client
@@ -27,7 +27,7 @@ FRESH = ("pushed", "status_seq", "arrived", "status")
 
 
 class Client:
-    """What both kinds have. `log`: (client, epoch, seq) -> what was pushed, for the oracle."""
+    """The common part of both kinds. `log`: (client, epoch, seq) -> the pushed bytes, for the oracle."""
 
     def __init__(self, world: World, shard: Shard, index: int, log: dict[tuple[int, int, int], bytes]) -> None:
         self.world, self.shard, self.index, self.log = world, shard, index, log
@@ -43,7 +43,7 @@ class Client:
         return address(array) if self.is_here else self.world.seen_by(pe, array)
 
     def words(self, pe: int) -> dict[str, int]:
-        """What both ends know of a link, as one of them names it; in the order of CONNECT."""
+        """Return the words that both ends know of a link, with addresses as `pe` sees them, in the order of CONNECT."""
         p, seen = self.places, functools.partial(self.seen_by, pe)
         words = {"epoch": self.epoch, "client": self.id, "depth": DEPTH}
         words |= {"request_slots": seen(p.requests), "request_signal": seen(p.request_signal)}
@@ -58,15 +58,15 @@ class Client:
         self.since = len(self.shard.notes)
 
     def cut_off(self) -> Waiting:
-        """By the controller: afterwards nobody writes to this client's memory."""
+        """Revoke this client as the controller does; check that the shard then never writes to the client's memory."""
         turn = yield from self.shard.post(CommandKind.REVOKE, self.link, self.epoch)
         yield from self.shard.settled(turn)
-        while self.world.in_flight():  # its slots are nobody's until then
+        while self.world.in_flight():  # its slots may not be reused until then
             yield
         self.world.write(self.places.responses.reshape(-1), 0x5A)
         before = int(self.places.response_signal[0])
         handles = (self.shard.known[0],) * 2
-        late = self.memory(self.bodies[0], handles, self.seq + 1, 2**40)  # in nobody's log
+        late = self.memory(self.bodies[0], handles, self.seq + 1, 2**40)  # in no log
         self.world.write(self.places.requests[(self.seq + 1) % DEPTH][: len(late)], np.frombuffer(late, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + 1))
         for _ in range(9):
@@ -138,7 +138,7 @@ class Client:
 
 
 class GpuClient(Client):
-    """put, wait and add, whose arguments never change: one set per body, captured before anything is known."""
+    """A client of kernels: put, wait and add with fixed arguments, one set per body, captured before any step."""
 
     def __init__(self, world: World, shard: Shard, index: int, log: dict[tuple[int, int, int], bytes]) -> None:
         super().__init__(world, shard, index, log)
@@ -149,7 +149,7 @@ class GpuClient(Client):
         self._capture()
 
     def another(self) -> GpuClient:
-        """The same client's launches of another site, whose steps may be in flight beside this one's."""
+        """Return the same client's launches of another site: its steps may be in flight beside this one's."""
         other = copy.copy(self)
         other._capture()
         return other
@@ -185,7 +185,7 @@ class GpuClient(Client):
         self.state["budget_ns"], self.state["pe"] = BUDGET_NS, layout.HERE if self.is_here else DEVICE
 
     def fill(self, body: Body, handles: tuple[int, ...]) -> torch.Tensor:
-        """What routing and the engine's layers leave on the device; returns y before the step."""
+        """Write what routing and the engine's layers leave on the device; return y before the step."""
         n = len(body.entries)
         self.counts[:] = [len(body.segments), n, body.tokens, body.tokens]
         self.segments[: len(body.segments)] = [(handles[which], *rest) for which, *rest in body.segments]
@@ -243,7 +243,7 @@ class GpuClient(Client):
         self.state["status"] = 0
 
     def compare(self, y: torch.Tensor, body: Body, handles: tuple[int, ...], is_added: bool) -> None:
-        """What a pass adds is the answer, or nothing."""
+        """Assert that the pass added the answer to y, or nothing."""
         got = torch.from_numpy(self.y.copy()).view(weights.DTYPE)
         if is_added:
             (begin, end), rows = body.windows[0], torch.from_numpy(self.to[: body.num_out_rows].astype(np.int64))
@@ -274,7 +274,7 @@ class GpuClient(Client):
                 yield from self.step(self.random.choice(self.bodies), self.handles())
 
     def die(self) -> Waiting:
-        """In the middle of a put, or of a wait; then its lease ends."""
+        """Kill the client in the middle of a put, or of a wait; then end its lease."""
         body, handles = self.random.choice(self.bodies), self.handles()
         self.fill(body, handles)
         self.record(self.seq + 1, self.memory(body, handles, self.seq + 1, BUDGET_NS // 1000))
@@ -338,7 +338,7 @@ class WildClient(Client):
         yield from self.answered_to()
 
     def code(self, seq: int) -> str:
-        """Of the error that answered it; "" for rows."""
+        """Return the code of the error that answered a step; "" for rows."""
         header, payload = self.response(seq)
         return payload.decode().partition("\n")[0] if header.status else ""
 

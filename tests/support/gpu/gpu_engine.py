@@ -1,14 +1,14 @@
-"""An engine process whose GPU is this CPU: python -m tests.support.gpu.gpu_engine SERVER TRANSPORT ADAPTER...
+"""An engine process with this CPU as its GPU: python -m tests.support.gpu.gpu_engine SERVER TRANSPORT ADAPTER...
 
 JSON lines of stdin, one answer each:
 {"do": "join"}              -> "joined": a session, for steps of the first adapter at each shard
 {"do": "go"}                -> "went": a digest of such steps' rows, or the code that one was refused with
 {"do": "leave"}             -> "left"; with "abandon": true, a step is still on its way
-{"do": "halt", "rounds": n} -> "halted": it has put a step as far as n of its kernel's turns, and goes on no more
-{"do": "record"}            -> "recorded": a serving engine's pass, with nobody's rows; a scheduler has the adapters
-{"do": "play", "names": [...], "seed": n}  -> "played": what a replay left (a digest) or whose it failed, steps sent;
-    "kill": pid: and that shard dies meanwhile; "stranger": true: with another request, for an adapter nobody has
-{"do": "lose"}              -> "lost": as after a step that broke the session of the pass
+{"do": "halt", "rounds": n} -> "halted": it has put a step as far as n of its kernel's turns, and does no more
+{"do": "record"}            -> "recorded": a serving engine's pass, without adapter rows; a scheduler has the adapters
+{"do": "play", "names": [...], "seed": n}  -> "played": a digest of the replay's result or its failures, and steps sent;
+    "kill": pid: that shard dies meanwhile; "stranger": true: with another request, for an adapter that is not held
+{"do": "lose"}              -> "lost": the session of the pass is broken, as after a failed step
 anything that fails         -> "failed": the error's code and text
 """
 
@@ -152,7 +152,7 @@ class Engine:
 
 
 def digest_by_host(server: str, names: Names, seed: int) -> str:
-    """What `play` finds, by way of the host, over TCP."""
+    """Compute the digest that `play` should find, by way of the host, over TCP."""
     forward = PlannedPass(Client(RemoteServer(server, "tcp"), HANG_SECONDS), lambda: True)
     layer = layer_of(forward)
     layer.feed(seed)

@@ -88,7 +88,7 @@ FUNCTION = re.compile(r"(?:^|[> ])(?:DEVICE|#define|__launch_bounds__\(\w+\)) [^
 
 
 def generated() -> list[Mutant]:
-    """All but those that change nothing. Raises ValueError for one of these that is not there."""
+    """Make all sabotages but EQUIVALENT, which change nothing. Raises ValueError for a name there that is gone."""
     wanted = [(file, its, its.kinds or kinds) for file, kinds in PLAYED.items() for its in CLASSES]
     wanted += [(file, its, ("table",)) for file in INSTRUCTIONS for its in IN_INSTRUCTIONS]
     found = [one for what in wanted for one in at_every_place(*what)]

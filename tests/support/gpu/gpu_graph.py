@@ -47,7 +47,7 @@ class Graph:
 
     @contextlib.contextmanager
     def capture(self, with_adapters: bool = True) -> Iterator[None]:
-        """Nobody's rows."""
+        """Capture launches in the graph, in a rehearsal without adapter rows."""
         launch, lead = EmulatedQueue.launch, EmulatedQueue.lead_engine
 
         def launched(queue: EmulatedQueue, kernel: str, *values: int) -> None:

@@ -1,4 +1,4 @@
-"""A shard of this process whose kernel serves, and clients of it; its GPU is this CPU (emulated_gpu), or a real one."""
+"""A shard of this process with a kernel that serves, and its clients, on this CPU (emulated_gpu) or on a real GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.workload import spec_of
 
 
 class Host(LocalShard):
-    """Of the tiny Mixtral; serves until `close`."""
+    """A shard of the tiny Mixtral; serves until `close`."""
 
     def __init__(
         self, directory: Path, *, idle_ns=1_000_000_000, pages=4, wire: Wire = "exact", gpu=None, rows=16

@@ -146,7 +146,7 @@ def codes_of_a_block_are_those_of_the_host(library: ctypes.CDLL) -> None:
 
 
 def a_route_is_that_of_the_reference(library: ctypes.CDLL) -> None:
-    """With a map of tokens and without one; many pairs of few tokens, and few."""
+    """The route kernel equals the reference, with a map of tokens and without one, for many pairs and for few."""
     for seed, (tokens, absent) in enumerate([(150, 0.3), (1, 0.0), (150, 0.9), (37, 0.1)] * 16):
         rng, adapters, experts = np.random.default_rng(seed), 9, 11
         arrays = (

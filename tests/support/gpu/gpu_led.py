@@ -48,7 +48,7 @@ class Stage:
         self.launches = 0
 
     def introduce(self) -> None:
-        """While neither runs: a table of zeros."""
+        """Give the shards a table of zeros. Neither of them may run."""
         numbers = self.world.shared.new("<u8", MAX_LINKS, ROW_WORDS)
         self.tables[self.chooser.randrange(LANES)] = address(numbers)
         self.follower.serve["numbers"] = address(numbers)
@@ -82,7 +82,7 @@ class Stage:
             self.pump()
 
     def judge(self) -> int:
-        """How many steps the follower has ordered, each the first of what was ready; raises AssertionError."""
+        """Assert that the follower ordered each time the first ready step; return how many steps it ordered."""
         settled = [
             key for key, kind, what in keys_of(self.leader) if kind == NoteKind.REFUSED or (kind, what) == SERVED
         ]
@@ -102,7 +102,7 @@ class Stage:
 
 
 def keys_of(shard: Shard) -> Iterator[tuple[Key, int, int]]:
-    """Of a shard's notes: client, epoch and seq, kind, what."""
+    """Yield ((client, epoch, seq), kind, what) of each of a shard's notes."""
     clients, epochs = {link: i + 7 for i, link in enumerate(shard.links_of)}, dict[int, int]()
     for kind, link, seq, what in shard.notes:
         if kind == NoteKind.CHANGED:
@@ -129,7 +129,7 @@ class Member:
                 yield
 
     def steps(self, count: int, handles: tuple[int, ...], first: int = 0) -> Waiting:
-        """As many on their way as there are slots, now and then."""
+        """Push `count` steps, now and then into all slots at once, and check the answers."""
         pushed: list[Body] = []
         for turn in range(count):
             pushed.append(BODIES[(self.led.index + first + turn) % len(BODIES)])

@@ -1,4 +1,4 @@
-"""What a schedule of a stage in leader mode seldom meets; each holds gpu_led's rule, or says what else must be."""
+"""Situations of a stage in leader mode that schedules seldom reach; each holds gpu_led's rule, or states its own."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def what_a_leader_refuses_its_followers_serve(library: ctypes.CDLL) -> None:
 
 
 def a_client_is_ahead_at_its_leader(library: ctypes.CDLL) -> None:
-    """By as many steps as there are slots, before the follower has answered the first: chunks of a large step."""
+    """The client is ahead by all its slots before the follower has answered the first step: chunks of a large step."""
     stage, (member,), _ = begin(library, 1)
     handle = stage.begin(1, 1)
     stage.leader.finish(handle)
@@ -84,7 +84,7 @@ def a_client_is_ahead_at_its_leader(library: ctypes.CDLL) -> None:
 
 
 def a_row_is_one_clients(library: ctypes.CDLL) -> None:
-    """The leader gives a link to another, who pushes as many steps: they are not the older one's, nor the other way."""
+    """The leader gives a link to another client, which pushes as many steps: neither client's count for the other."""
     stage, (older, other), handles = begin(library, 2)
     stage.do(older.steps(2, handles))
     older.following.push(BODIES[0], handles)  # to the follower alone
@@ -139,7 +139,7 @@ def numbers_are_of_one_step(library: ctypes.CDLL) -> None:
 
 
 def a_follower_that_comes_later_hears_of_all(library: ctypes.CDLL) -> None:
-    """Also of clients that were there; and so does one whose leader is another, with a table of its own."""
+    """A follower learns of clients that were there before it, also when the leader is a new one with its own table."""
     stage = Stage(7, library)
     members, handles = join(stage, 3)
     for turn in range(3):
@@ -164,7 +164,7 @@ def word_of(struct: np.void, name: str) -> int:
 
 
 def a_row_changes_hands(library: ctypes.CDLL, seed: int) -> tuple[Stage, Member, Member, tuple[int, int]]:
-    """`newer` is about to get the leader's link of `older`, in whose row are the numbers of two steps."""
+    """Begin a case: `newer` is about to get the leader's link of `older`, and its row has the numbers of two steps."""
     stage, (older, newer), handles = begin(library, 2, seed)
     stage.do(older.steps(2, handles))
     for part in newer.parts:
@@ -225,7 +225,7 @@ def a_row_is_empty_before_it_is_found(library: ctypes.CDLL) -> None:
 
 
 def launches_push_what_has_no_rows(library: ctypes.CDLL) -> None:
-    """As long as a pass has some anywhere, and no other link of it has failed."""
+    """A launch without rows pushes if the pass has rows anywhere, and none of its other links has failed."""
     scene = Scene(library)
     (client,), new = scene.clients, scene.world.private.new
     live, failed = new("<i4", 1), new("<u8", 1)
@@ -237,7 +237,7 @@ def launches_push_what_has_no_rows(library: ctypes.CDLL) -> None:
         scene.do(client.launched(BODIES[0]))
         return int(client.state["pushed"]), int(client.state["status"])
 
-    assert empty_step() == (0, LinkStatus.OK), "nobody's rows"
+    assert empty_step() == (0, LinkStatus.OK), "no adapter's rows"
     live[0] = 1
     assert empty_step() == (1, LinkStatus.OK)
     assert scene.pass_of(client, scene.handle).any() and client.state["pushed"] == 2

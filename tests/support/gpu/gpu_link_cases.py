@@ -1,4 +1,4 @@
-"""What a schedule seldom does to a client's kernels: nobody answers, a pass fails, many steps are in flight."""
+"""Situations of a client's kernels that schedules seldom reach: no answer, a failed pass, many steps in flight."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def a_pass_that_fails_while_a_put_looks_is_sent_whole_or_not_at_all(library: cty
 
 
 def steps_in_flight_are_answered_each(library: ctypes.CDLL) -> None:
-    """All put before the first answer is awaited; some have no rows; what follows one that is refused adds nothing."""
+    """Steps are put, some without rows, before the first answer is awaited; those after a refused one add nothing."""
     scene = Scene(library, network=library.has_heaps)
     (client,) = scene.clients
     flights = [client.another() for _ in range(DEPTH)]

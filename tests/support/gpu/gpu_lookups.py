@@ -1,4 +1,4 @@
-"""Steps of hundreds of segments, whose adapters the poller looks up: what it finds, and in how many trips to memory."""
+"""The poller's lookups of adapters in steps of hundreds of segments: their results, and their trips to memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Tables:
 
     @classmethod
     def sound(cls, count: int, chooser: random.Random) -> Tables:
-        """All is here: `count` segments, of one to three entries."""
+        """Make tables in which all adapters are ready: `count` segments, of one to three entries."""
         places = np.array([(i + 1000, i + 2000) for i in range(HANDLES * SPEC.experts)], np.int32)
         entries = np.zeros((HANDLES, SPEC.layers, len(PROJECTIONS)), ENTRY)
         tables = cls([], entries, np.zeros((LINK + 2, HANDLES), np.uint32), places)
@@ -96,7 +96,8 @@ class Tables:
         return self.site[index] if known else None
 
     def lacks(self) -> tuple[bool, int]:
-        """Whether another's adapter is named, and a handle whose weights are not here: the first lane's first."""
+        """Return whether a segment names an adapter that the client does not hold, and a handle without weights: that
+        of the first lane that meets one."""
         foreign, missing = False, 0
         for i in sorted(range(len(self.segments)), key=lambda i: (i % LANES, i)):
             handle = self.segments[i][0]
@@ -133,7 +134,7 @@ def aligned(array: np.ndarray, to: int = 32) -> np.ndarray:
 
 
 def ask(tables: Tables, library: ctypes.CDLL) -> tuple[np.void, np.ndarray]:
-    """What the kernels' functions find, and the newest turn of each handle; the step's memory is changed in place."""
+    """Run the kernels' lookups; return their findings and each handle's newest turn. Changes the step's memory."""
     sites = np.zeros((SPEC.layers, len(PROJECTIONS)), SITE)
     sites[AT.layer, PROJECTION] = (SPEC.in_width(AT), SPEC.out_width(AT), SPEC.experts, 0)
     used, found = np.zeros(HANDLES, np.uint64), np.zeros(1, FOUND)
@@ -195,7 +196,7 @@ def spoil(tables: Tables, chooser: random.Random) -> bool:
 
 
 def many_segments_are_looked_up_together(library: ctypes.CDLL) -> None:
-    """As one by one; but the trips to memory are counted by hundreds of segments, not by segments."""
+    """Lookups find the same as one by one, but take trips to memory per hundreds of segments, not per segment."""
     for seed in range(60):
         chooser = random.Random(seed)
         count = chooser.choice([1, 2, 16, 31, 32, 33, 191, 192, 193, 256, 340, 512, 700])
@@ -212,6 +213,6 @@ def many_segments_are_looked_up_together(library: ctypes.CDLL) -> None:
         rounds, maps = -(-count // SEGMENTS), -(-tables.num_entries // ENTRIES)
         near = len(tables.memory) <= NEAR_BYTES
         assert found["checked_in"] <= (0 if near else rounds + maps), "segments; the map"
-        assert found["looked_up_in"] <= rounds * (1 if near else 2), "segments; their entries and who holds them"
+        assert found["looked_up_in"] <= rounds * (1 if near else 2), "segments; their entries and their holders"
         most = 1 + rounds * (2 if near else 3)
         assert found["translated_in"] <= most, "a fence; segments; entries, and perhaps the list of places"

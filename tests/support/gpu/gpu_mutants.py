@@ -28,7 +28,7 @@ SECONDS = 60.0  # of a CPU, that one case or schedule may take
 
 
 def mutated(mutant: Mutant) -> dict[str, str]:
-    """Its file as it would be. Raises ValueError for a sabotage whose place is gone."""
+    """Return the sabotaged text of the mutant's file. Raises ValueError if the line is no longer there once."""
     text, place = read(mutant.file), mutant.place
     if place is None:
         if (times := text.count(mutant.line)) != 1:
@@ -38,13 +38,13 @@ def mutated(mutant: Mutant) -> dict[str, str]:
 
 
 def looks(mutant: Mutant) -> dict[str, Callable[[Mapping[str, str]], None]]:
-    """What catches it by its text."""
+    """Return the checks that can catch the mutant by its text."""
     known = {"table": gpu_texts.look_at_instructions, "bounds": gpu_texts.look_at_launch_bounds}
     return {kind: known[kind] for kind in mutant.kinds if kind in known}
 
 
 def tries(mutant: Mutant) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What may catch it: texts, then the cases of each kind, then its schedules."""
+    """Yield the attempts to catch it: checks of text, then the cases of each kind, then schedules."""
     instead = mutated(mutant)
     for kind, look in looks(mutant).items():
         yield kind, partial(look, instead)
@@ -71,11 +71,11 @@ def played(kind: str, instead: Mapping[str, str]) -> tuple[ctypes.CDLL, Sequence
 
 
 def judge(mutant: Mutant) -> str:
-    """In this process: what catches it first; "" if nothing does. A kernel that is wrong may take the process along."""
+    """Return what catches the mutant first, or "". Runs in this process, which a wrong kernel may crash."""
     for name, attempt in tries(mutant):
         if name not in mutant.kinds:
             print(name, file=sys.stderr, flush=True)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
         try:
             attempt()
         except Exception as error:  # any: the world is not as it must be
@@ -87,7 +87,7 @@ def judge(mutant: Mutant) -> str:
 
 
 def apart(number: int) -> str:
-    """The same in a process of its own: a crash and a kernel that never ends are caught too. Says so in a line."""
+    """Judge in a process of its own, so that a crash and a kernel that never ends count as caught. Prints a line."""
     if looks(MUTANTS[number]):
         print(f"{MUTANTS[number].name}: {(by := judge(MUTANTS[number])) or 'NOT CAUGHT'}", flush=True)
         return by

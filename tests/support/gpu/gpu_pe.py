@@ -1,4 +1,4 @@
-"""What bench.gpu_run.nvshmem_pe does, without a GPU: puts are files beside MODULE; none arrives where `lost` is one."""
+"""A stand-in for bench.gpu_run.nvshmem_pe without a GPU: puts are files beside MODULE; a file `lost` stops them."""
 
 from __future__ import annotations
 

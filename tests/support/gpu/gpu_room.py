@@ -39,14 +39,14 @@ class Room:
         return self._launched
 
     def grid(self, number: int) -> int:
-        """Of a launch that began; 0 for one that waits."""
+        """Return the grid of a launch that began; 0 for one that waits."""
         return self._grids.get(number, 0)
 
     def is_over(self, number: int) -> bool:
         return number in self._grids and not self._running(self._grids[number])
 
     def begin(self) -> None:
-        """All that fit now, in their order."""
+        """Begin the waiting launches that fit now, in their order."""
         for resident in self._resident:
             for number in [number for number in resident if self.is_over(number)]:
                 del resident[number]

@@ -20,7 +20,7 @@ CI = True
 
 
 def of(file: str, rows: Sequence[tuple[Any, ...]], kind: str = "mapped") -> list[Mutant]:
-    """Those of a source: name, line, what stands there instead, and CI for one of the short form."""
+    """Make the mutants of a source from rows: name, line, its replacement, and CI for one of the short run."""
     return [Mutant(file, *row[:3], CI in row, (kind,)) for row in rows]
 
 
@@ -53,7 +53,7 @@ LISTED = (
         ("poller: the signal is read without an acquire", "load_acquire_system", "load_system", CI),
         ("poller: an acquire at the scope of one GPU", "load_acquire_system", "load_acquire", CI),
         ("poller: weights that were here in another scan are taken for here", "            is_ready = -1;\n", "", CI),
-        ("poller: what nobody knows is taken for here", "if (!votes(lacks.unknown)) is_ready", "is_ready"),
+        ("poller: an unknown adapter is taken for here", "if (!votes(lacks.unknown)) is_ready", "is_ready"),
         ("poller: another's tables are taken for its own",
          "if (whose == l) return;\n", "if (whose >= 0) return;\n", CI),
         ("poller: what is ready is another's at hand", "if (l != whose) return -1;", ""),
@@ -64,23 +64,23 @@ LISTED = (
         ("poller: the clients of a lane are one", "1u << l / LANES", "1u"),
         ("poller: a lane picks the first of its own", "0 || goes_first(end, age, ends, its)", "0"),
         ("poller: what a lane's other clients had does not count", "begin < least ? begin : least", "begin"),
-        ("poller: who goes takes those behind it along", "while (rounds && !votes(", "if (rounds && votes(~"),
-        ("poller: who was here is forgotten by the next launch", "s.num_links;", "LANES;"),
+        ("poller: a client that goes takes those behind it along", "while (rounds && !votes(", "if (rounds && votes(~"),
+        ("poller: the next launch forgets the clients of the last", "s.num_links;", "LANES;"),
         ("poller: the header of another's step is taken for this one's", "whose == l", "whose >= 0"),
         ("poller: what was checked is not what is used",
          "tables + at.in_map", "reinterpret_cast<uint64>(request_slot(seq)) + at.in_map"),
         ("poller: an order is not released", "store_release", "store"),
         ("poller: an order is released before all lanes have stored it", "seq);\n        sync_warp();", "seq);"),
         ("poller: orders overtake the workers", "< done + 2", "< done + 9"),
-        ("poller: who had less waits for who had more", "< than ||", "> than ||"),
-        ("poller: who was away saves its share up", "had > share ? had : share", "had"),
+        ("poller: a client that had less waits for one that had more", "< than ||", "> than ||"),
+        ("poller: a client that was away saves its share up", "had > share ? had : share", "had"),
         ("poller: age wraps",
          "static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0", "age < its"),
         ("poller: a blocked step has no deadline", "together(now_ns()) >= expires", "false"),
         ("poller: done is read without an acquire", "load_acquire(&s.done)", "load_l2(&s.done)", CI),
-        ("weights: nobody is told in time what it holds", " + HELD_NS;", ";")]),
+        ("weights: no time is left to tell what a client holds", " + HELD_NS;", ";")]),
     *of("mailbox.cuh", rows=[
-        ("poller: nobody behind the first 32 is looked at",
+        ("poller: no client behind the first 32 is looked at",
          "if (rounds <= l / LANES) rounds = l / LANES +", "rounds ="),
         ("mailbox: pages are given back a turn early", "], turn);", "], turn ? turn - 1 : 0);"),
         ("mailbox: a revoked client goes on", "if (together(load(&s.links[l].epoch)) == its_epoch) forget(l);", ""),
@@ -110,7 +110,7 @@ LISTED = (
         ("weights: a handle's generation is ignored", "0 && generation == generation_of(handle)", "0"),
         ("weights: what a client does not hold is served",
          "lacks.foreign |= known && its[i] != generation_of(handle);", "", CI),
-        ("weights: who holds one generation has them all", "!= generation_of(handle)", "== 0", CI),
+        ("weights: a client that holds one generation has them all", "!= generation_of(handle)", "== 0", CI),
         ("weights: READY is read without an acquire",
          "if (first == static_cast<unsigned>(lane) || !all_ready) fence_system();", ""),
         ("weights: READY does not count",
@@ -118,7 +118,7 @@ LISTED = (
          "", CI),
         ("weights: what is gone by its turn is served", "unknown |= !entries.is_known(some[i].x, ready[i]);", ""),
         ("weights: experts that differ are taken for alike", "if (votes(uneven))", "if (false)"),
-        ("weights: nobody hears what was used", "if (used) store(used + index_of(some[i].x), turn);", ""),
+        ("weights: uses of adapters are not reported", "if (used) store(used + index_of(some[i].x), turn);", ""),
         ("weights: of a lane's segments the first alone is translated", "first + i * LANES >= num", "i"),
         ("check: of a map's values each fourth is not looked at",
          " || (at + 3 < count && is_wrong(some[i].w));", ";")]),
@@ -205,7 +205,7 @@ LISTED = (
         ("leader: what it refuses has no number", "settle(l, seq);\n        note",
          "if (is_mine(l)) blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].served, seq);\n     "
          "   sync_warp();\n        note", CI),
-        ("leader: a follower that comes hears of nobody who is there", "        claim_rows();\n", ""),
+        ("leader: a follower that comes hears of no client that is there", "        claim_rows();\n", ""),
         ("poller: the epoch of a signal is ignored", "LORA_SIGNAL_EPOCH(word) != (k.epoch & 0xffff) || ", ""),
         ("follower: what has no number is served", "s.role != FOLLOWS || is_numbered(l)", "true", CI),
         ("follower: what a step costs goes before its number", "s.role == FOLLOWS ? 0 : STEP_ROWS", "STEP_ROWS"),
@@ -214,7 +214,7 @@ LISTED = (
     *of("leader.cuh", kind="led", rows=[
         ("leader: numbers do not count up", "(load_l2(&s.number) + 1)", "load_l2(&s.number)"),
         ("leader: a client's steps have one number", "number_at(l, seq),", "1,"),
-        ("leader: who is ahead there loses numbers", "(2 * load(&s.links[l].depth))", "load(&s.links[l].depth)"),
+        ("leader: a client ahead there loses numbers", "(2 * load(&s.links[l].depth))", "load(&s.links[l].depth)"),
         ("leader: a row is not empty before it is another's",
          "    for (int i = 1; table && i < s.row_words; i++) store_system(numbers_at(table, l) + i, 0ull);\n", ""),
         ("leader: rows are told apart by clients alone", "32 | (load(&k.epoch) & 0xffffffff)", "32", CI),

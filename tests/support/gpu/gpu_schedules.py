@@ -24,9 +24,9 @@ def replay(
     notes: list[Note], log: dict[tuple[int, int, int], bytes], client_of: dict[int, int], share: int = 0,
     in_codes: bool = False,
 ) -> int:  # fmt: skip
-    """What the kernel decided, decided again by the Python loop's rule and checks: same order, same refusals.
+    """Decide again, by the Python loop's rule and checks, what the kernel decided: same order, same refusals.
 
-    How many steps were ordered; raises AssertionError at the first decision that is another.
+    Returns how many steps were ordered; raises AssertionError at the first decision that differs.
     """
     rule, pending, connections, ordered, tickets = FairShare(), dict[int, PendingStep](), {}, 0, 0
     rule._now = share
@@ -67,7 +67,7 @@ def replay(
 
 
 def adapters(shard: Shard, rounds: int) -> Waiting:
-    """They come, go and come again, while steps name them."""
+    """Load, drop and load adapters again while steps name them."""
     shard.never = shard.begin(HANDLES, 0)
     for index in range(HANDLES - 1):
         shard.finish(shard.begin(index, shard.random.randrange(len(VARIANTS))))
@@ -86,7 +86,7 @@ def adapters(shard: Shard, rounds: int) -> Waiting:
 
 
 def drain(shard: Shard) -> Waiting:
-    """Towards the end: who still asks is told so."""
+    """Drain the shard towards the end: clients that still push are refused."""
     for _ in range(shard.random.randrange(200, 900)):
         yield
     shard.draining = True
@@ -102,7 +102,7 @@ def restarts(shard: Shard, times: int) -> Waiting:
 
 
 def drive(world: World, shard: Shard, working: list[Waiting], others: list[Waiting], chooser: random.Random) -> int:
-    """Until all are through; how many quanta that took."""
+    """Run until all actors are through; return how many quanta that took."""
     for quantum in range(MOST_QUANTA):
         world.run(chooser.randint(1, QUANTUM))
         if shard.launches:

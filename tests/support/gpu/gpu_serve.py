@@ -1,4 +1,4 @@
-"""`lora-server serve` whose shards have a GPU that is this CPU: python -m tests.support.gpu.gpu_serve serve FLAG..."""
+"""`lora-server serve` with shards on a GPU that is this CPU: python -m tests.support.gpu.gpu_serve serve FLAG..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule seldom does to a shard's kernel: a block is lost, weights come late, there are many clients."""
+"""Situations of a shard's kernel that schedules seldom reach: a lost block, late weights, many clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PATIENCE_NS = 2_000_000_000  # step.cuh
 
 
 def a_step_is_ordered_in_eight_trips(library: ctypes.CDLL) -> None:
-    """From the poller's first look at the signal to the word that starts all blocks, as docs/gpu.md counts them."""
+    """The poller takes at most eight trips to memory, as docs/gpu.md counts them, from its first look at the signal to
+    the word that starts all blocks."""
     scene = Scene(library)
     (client,), world = scene.clients, scene.world
     scene.shard.serve["tells_all"] = 0
@@ -33,7 +34,7 @@ def a_step_is_ordered_in_eight_trips(library: ctypes.CDLL) -> None:
 
 
 def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
-    """All others leave within the patience of a barrier, and say why."""
+    """If a block is lost, all others leave within the patience of a barrier, and report why."""
     scene = Scene(library)
     (client,), world, shard = scene.clients, scene.world, scene.shard
     world.freeze(shard.grid, 1)
@@ -50,7 +51,7 @@ def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
 
 
 def a_block_that_is_lost_is_not_waited_for(library: ctypes.CDLL) -> None:
-    """Once the host says so: not by block 0 either, which beyond a network puts what all have stored."""
+    """No block waits for a lost one once the host aborts: not even block 0, which puts all parts onto a network."""
     for blocks in range(3):
         scene = Scene(library, clients=0, wild=1, network=True)
         (client,), world, shard = scene.clients, scene.world, scene.shard
@@ -79,7 +80,7 @@ def a_host_stops_everything(library: ctypes.CDLL) -> None:
 
 
 def a_host_finds_what_its_kernel_has_left(library: ctypes.CDLL) -> None:
-    """Behind its last words, that all turns are done and that it has left, which come before its grid has ended."""
+    """The host reads `done` and `left` before the grid ends: by then all earlier writes must be ordered."""
     scene = Scene(library, clients=0, wild=2, idle_ns=2**60)
     shard, world, told = scene.shard, scene.world, 0
     for _ in range(6):
@@ -119,7 +120,7 @@ def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
 
 
 def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
-    """While nobody else gives the poller a reason to look."""
+    """The poller sees weights as soon as their ready word is written, even if nothing else makes it look."""
     scene = Scene(library)
     (client,) = scene.clients
 
@@ -137,7 +138,7 @@ def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
 
 
 def more_clients_than_orders(library: ctypes.CDLL) -> None:
-    """All push at once: nobody's order is overwritten before it was computed, and the oldest goes first."""
+    """Six clients push at once: no order is overwritten before it was computed, and the oldest goes first."""
     scene = Scene(library, clients=0, wild=6)
     scene.shard.finish(other := scene.shard.begin(1, 1))
     scene.do(*(in_turn(client, range(3), scene.handle, other) for client in scene.clients))
@@ -158,7 +159,7 @@ def orders_wait_for_the_workers(library: ctypes.CDLL) -> None:
 
 
 def more_clients_than_lanes(library: ctypes.CDLL) -> None:
-    """Their shares are one's whose lane knows one client; who goes, also the last, takes no other along."""
+    """Clients that share a lane get the same shares as others; if one leaves, even the last, the others stay."""
     links = (*range(35), 64, 66, 97)
     scene = Scene(library, clients=0, wild=len(links), links=links, idle_ns=2**60)
 
@@ -177,7 +178,7 @@ def more_clients_than_lanes(library: ctypes.CDLL) -> None:
 
 
 def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
-    """Those behind have had more; who has just come starts with the least of them, and goes before all others."""
+    """Clients that have had more wait; one that has just joined starts with the least share, and goes first."""
     scene = Scene(library, clients=0, wild=5, links=(5, 37, 69, 101, 6), idle_ns=2**60)
 
     def one_after_the_other(client: WildClient, body: int) -> Waiting:

@@ -1,6 +1,6 @@
-"""The host of a shard whose kernel serves by itself, as far as that kernel needs one: memory, mailbox, adapters.
+"""The host of a shard with a kernel that serves, as far as that kernel needs one: memory, mailbox, adapters.
 
-What takes time is a generator that yields while the world has to go on.
+A method that takes time is a generator that yields while the world has to go on.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Shard:
         return self.directory[index : index + 1, site_index(site)]
 
     def drop(self, index: int) -> Waiting:
-        """Nobody finds it any more; then its memory is others'."""
+        """Unlist an adapter, wait until no turn can still read it, then overwrite its memory."""
         self.ready.discard(self.known[index])
         self.known[index] = 0
         for site in SITES:

@@ -1,4 +1,4 @@
-"""A shard process whose kernel serves on a GPU that is this CPU; see tests.support.gpu.gpu_serve."""
+"""A shard process with a kernel that serves on a GPU that is this CPU; see tests.support.gpu.gpu_serve."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ IN_MAP = slot.HAS_IN_MAP
 
 
 class Steps:
-    """Of one client; `x` are the rows of each."""
+    """Steps of one client; `x` are the rows of each."""
 
     def __init__(self, session: Session, handle: int, shard: int = 0, site: Site = SITE) -> None:
         self.link, self.terms, self.handle, self.seq = session.links[shard], session.terms, handle, 0
@@ -55,11 +55,11 @@ class Steps:
         return header
 
     def step(self, seconds: float = SECONDS) -> torch.Tensor | str:
-        """Its rows, or the code of the error that it was answered with."""
+        """Push a step and wait; return its rows, or the code of the error that answered it."""
         return self.answer(self.push(seconds))
 
     def answer(self, sent: RequestHeader) -> torch.Tensor | str:
-        """To a step that was pushed."""
+        """Wait for the answer to a pushed step; return its rows, or an error's code."""
         self.link.wait(sent.seq, time.monotonic() + SECONDS)
         memory = self.link.region.response(sent.seq)
         header = ResponseHeader.unpack_from(memory)

@@ -1,4 +1,4 @@
-"""What the emulator does not play, looked at as text: instructions, of which it has its own, and launch bounds."""
+"""Checks of the sources' text for what the emulator does not run: instructions (it replaces them) and launch bounds."""
 
 from __future__ import annotations
 

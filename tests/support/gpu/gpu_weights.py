@@ -75,9 +75,9 @@ MAX_RANK = 32
 
 
 class Body:
-    """A step but for who sends it. entries: (which of the step's handles, expert, row), sorted.
+    """A step without its client's part of the header. entries: (index of the step's handle, expert, row), sorted.
 
-    odd: it has rows of zeros, and of what is no number. by_entry: weighted, summed per token, as `down` travels.
+    odd: it has rows of zeros, and of NaNs. by_entry: rows are weighted and summed per token, as at `down`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Body:
             self.rows[0], self.rows[1, 3], self.rows[2, 5] = 0, math.nan, 2.0**-130
 
     def answered(self, payload: bytes) -> bytes:
-        """Of an answer, what it says: scales, if there are some, and rows."""
+        """Cut an answer's payload to its content: scales, if there are some, and rows."""
         width = sum(end - begin for begin, end in self.windows)
         at = slot.response_offsets(self.num_out_rows, width, self.dtype)
         assert len(payload) == at.end - slot.HEADER_BYTES
@@ -146,7 +146,7 @@ class Body:
 
 
 def bodies(in_codes: bool) -> list[Body]:
-    """How their rows travel."""
+    """Make the bodies of steps that tests use; `in_codes`: rows travel as 8-bit codes."""
     up, down, upper, lower = SITES
     return [
         Body(up, ((0, 0, 0),), 1, in_codes=in_codes),
@@ -186,7 +186,7 @@ class Reference:
     def check(
         self, memory: bytes, client: int, epoch: int, seq: int
     ) -> tuple[RequestHeader | None, requests.Request | None]:
-        """What of the step is sound: nothing, the header, all of it."""
+        """Return the parts of the step that are sound: (None, None), (header, None), or (header, request)."""
         slot_memory = bytearray(LAYOUT.request_bytes)
         slot_memory[: len(memory)] = memory
         view = memoryview(slot_memory)

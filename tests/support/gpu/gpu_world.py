@@ -1,4 +1,4 @@
-"""A world of GPUs on this CPU: memory that several see, kernels in an order that a seed chooses; see emulator/."""
+"""A world of GPUs on this CPU: shared memory, and kernels that run in an order that a seed chooses; see emulator/."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_TURNS = 100_000
 
 
 class Stuck(AssertionError):
-    """Nobody can go on, or a kernel did what no kernel may."""
+    """No actor can go on, or a kernel did what no kernel may."""
 
 
 def load(instead: Mapping[str, str] | None = None, nvshmem: bool = False, in_codes: bool = False) -> ctypes.CDLL:
@@ -85,7 +85,7 @@ class World:
         self.room: Room | None = None
 
     def limit(self, multiprocessors: int, block_of: Callable[[str], Block]) -> None:
-        """From now on kernels share one GPU's multiprocessors, on which a block of each takes what `block_of` says."""
+        """Let kernels share one GPU's multiprocessors from now on; a block of each takes what `block_of` says."""
         self.room = Room(multiprocessors, block_of, lambda grid: bool(self.library.world_running(grid)))
 
     def symmetric(self, pe: int, nbytes: int) -> np.ndarray:
@@ -101,7 +101,7 @@ class World:
         return address(self.heaps[pe]) + (address(array) - address(self.heaps)) % HEAP_BYTES
 
     def confirm(self, pe: int) -> None:
-        """What a PE's host does before it reads what a signal announced."""
+        """Order memory as a PE's host does before it reads what a signal announced."""
         if self.library.has_heaps:
             self.library.world_confirm(pe)
 
@@ -126,7 +126,7 @@ class World:
         if self.room:
             self.room.begin()
         if self.library.world_run(turns) < 0:
-            raise Stuck((self.library.world_failure() or b"nobody can go on").decode())
+            raise Stuck((self.library.world_failure() or b"no actor can go on").decode())
 
     def running(self, grid: int) -> bool:
         if grid < 0 and self.room:
@@ -150,7 +150,7 @@ class World:
         raise Stuck("no warp comes to the word that is held")
 
     def let_go(self) -> None:
-        """Whoever is held goes on."""
+        """Let the kernels that are held go on."""
         self.library.world_hold(None, 0)
 
     def is_ordered(self, word: int, of: np.ndarray, read: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""bench.gpu_run.world_engine whose GPU is this CPU, for rehearsals of the stage `world`."""
+"""bench.gpu_run.world_engine with this CPU as its GPU, for rehearsals of the stage `world`."""
 
 from __future__ import annotations
 

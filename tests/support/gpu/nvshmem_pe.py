@@ -1,4 +1,4 @@
-"""One PE of a world whose last one sends a step to the first: nvshmem_pe RANK SIZE, on GPU RANK.
+"""One PE of a world in which the last PE sends a step to the first: nvshmem_pe RANK SIZE, on GPU RANK.
 
 The first PE writes the unique id to stdout; all read it from stdin. The first says `came` when all bytes did.
 """
@@ -32,10 +32,10 @@ def request() -> bytes:
 
 
 def play(gpu: WorldGpu, rank: int, size: int, uid: bytes) -> str:
-    """What became of the step, as this PE sees it."""
+    """Send or await the step; return its outcome as this PE sees it."""
     world = World(gpu, pb.Place(world=1, rank=rank, size=size, uid=uid, slots=LAYOUT.depth), 1, LAYOUT)
     world.enter(SECONDS)
-    client, sizes = size - 2, world.heap.sizes  # in a world of one PE its client is nobody else
+    client, sizes = size - 2, world.heap.sizes  # in a world of one PE the PE is its own client
     if rank == size - 1:
         link = WorldLink(world, CLIENT, EPOCH, 0, lambda: True)
         gpu.write(world.requests(client, 0).address + sizes.request_at(SEQ), request())

@@ -34,7 +34,7 @@ inline int my_device() { return current->block->grid->device; }
 inline Stores& device_stores() { return world.devices[my_device()].stores; }
 inline Warp& current_warp() { return current->block->warps[current->index / 32]; }
 
-inline void land(const Store& s, int device) {  // everybody sees it
+inline void land(const Store& s, int device) {  // from here on all devices see it
     if (is_shared(s.to)) {
         Written w = {s.to, {}, s.size, device};
         std::memcpy(w.before, s.to, s.size);

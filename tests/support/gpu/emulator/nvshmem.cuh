@@ -19,7 +19,7 @@ struct NetworkPut {
     unsigned char* signal;
     uint64 value;
     int from_pe, to_pe, queue;
-    Clock clock;  // of who put it
+    Clock clock;  // of the thread that put it
 };
 inline std::vector<NetworkPut> network_puts;
 inline Stores arrived[16];  // at a PE, and not seen for sure

@@ -1,4 +1,4 @@
-// Accesses that nothing orders: what PTX calls a data race, of which one is a store. Reported by whoever comes second.
+// Accesses that nothing orders: what PTX calls a data race, of which one is a store. The second access reports it.
 //
 // The model of memory.cuh shows a load that misses what it has not acquired. This one shows what no value does: a store
 // that nothing keeps behind the loads of others, and what is seen in time by luck. A warp has a clock of all warps; a

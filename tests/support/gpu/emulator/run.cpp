@@ -222,7 +222,7 @@ extern "C" int world_alive(int id, int block) {  // threads of a block
             for (Thread& thread : grid->threads) alive += thread.block->index == block && !thread.ended;
     return alive;
 }
-// So many turns of a block, or less if a kernel ends; -1 if nobody will ever go on.
+// Runs so many turns of a block, or less if a kernel ends; -1 if no thread will ever go on.
 extern "C" int world_run(int turns) {
     static unsigned slow;
     int idle = 0;

@@ -34,7 +34,7 @@ inline void store_release_system(uint64* p, uint64 value) {
     add_directly(p, value - value_of(p, false));
     interrupt();
 }
-inline void store_system(uint64* p, uint64 value) {  // relaxed: everybody sees it, and nothing else by it
+inline void store_system(uint64* p, uint64 value) {  // relaxed: all see it, but learn of no other store by it
     if (!world.modelled) watch_store(p, &value, sizeof(value)), *p = value;
     else if (leave_fenced(p), once_in(2)) store(p, value, true);  // it may come behind what the thread stores next
     else compare(p, sizeof(value), true, true), add_directly(p, value - value_of(p, false));

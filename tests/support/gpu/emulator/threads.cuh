@@ -1,4 +1,4 @@
-// GPU threads on a CPU: each has a stack of its own, and they take turns. Who is next, and how time passes: run.cpp.
+// GPU threads on a CPU: each has a stack of its own, and they take turns. run.cpp decides which is next, and how time passes.
 //
 // A thread yields where a GPU thread would wait, and a lone kernel's threads nowhere else. In a world of several
 // kernels seeds choose: a thread may yield at any access to memory, so that others come between any two of them.
@@ -33,7 +33,7 @@ struct Exchange {  // one collective operation of a group of threads
     uint64 received[32];
     void* operands[32][4];
 };
-struct Store { unsigned char* to; unsigned char bytes[16]; int size; };  // that not everybody sees yet
+struct Store { unsigned char* to; unsigned char bytes[16]; int size; };  // that some threads do not see yet
 using Stores = std::vector<Store>;
 struct Line { unsigned char bytes[16]; };
 constexpr int WRITERS = 64;  // blocks that live at a time, at most
@@ -90,7 +90,7 @@ struct Grid {
     int running;
 };
 struct World {
-    bool modelled = false;  // memory, and who is next; without, a store is seen at once and threads take turns
+    bool modelled = false;  // memory, and the order of threads; without, a store is seen at once and threads take turns
     bool races = false;     // are looked for: see races.cuh
     bool live = false;      // beside other processes: time is the machine's
     uint64 random = 1, now = 1;
@@ -101,7 +101,7 @@ struct World {
         const uint64 *from, *to;
         unsigned trips;
     } watched = {};  // a thread's trips from its last relaxed load of one word on, once it releases the other
-    struct { const void* at; unsigned passes, waiting; } held = {};  // who has looked at a word that often waits before it looks again
+    struct { const void* at; unsigned passes, waiting; } held = {};  // a thread that has looked at a word that often waits before it looks again
 };
 
 inline World world;
