@@ -18,10 +18,10 @@ from typing import NamedTuple
 from bench import gpu_ptx
 from bench.gpu_run.state import ROOT
 from kernels_cuda.build import DTYPES, KERNELS, read_source
-from kernels_cuda.residency import SERVE_WARPS, Block, fit
-from lora_server.device.nvshmem import nvshmem_build
-from lora_server.device.nvshmem.nvshmem_build import STATE, Compiled
-from lora_server.device.protocol.source import FILES, ONE_WARP, SERVES
+from kernels_cuda.residency import SERVE_WARPS, ThreadBlock, fit
+from lora_server.transport.gpu import nvshmem_build
+from lora_server.transport.gpu.nvshmem_build import STATE, Compiled
+from lora_server.transport.gpu.source import FILES, ONE_WARP, SERVES
 
 
 class Gpu(NamedTuple):
@@ -94,10 +94,10 @@ class Job(NamedTuple):
         gpu = GPUS[self.gpu]
         return gpu.serving if self.name in SERVES else gpu
 
-    def block(self, usage: Usage) -> Block:
+    def block(self, usage: Usage) -> ThreadBlock:
         if self.name in SERVES:
-            return Block(SERVE_WARPS + 1, usage.registers, SERVE_SHARED_BYTES)
-        return Block(1 if usage.kernel in ONE_WARP else self.variant.warps, usage.registers, CLIENTS[self.name])
+            return ThreadBlock(SERVE_WARPS + 1, usage.registers, SERVE_SHARED_BYTES)
+        return ThreadBlock(1 if usage.kernel in ONE_WARP else self.variant.warps, usage.registers, CLIENTS[self.name])
 
     def complaints(self, usage: Usage, code_bytes: int) -> list[str]:
         frame = CALL_FRAME if self.nvshmem else 0

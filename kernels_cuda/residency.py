@@ -22,7 +22,7 @@ RESERVED_SHARED_BYTES = 1 << 10  # by CUDA, of each block
 SERVE_WARPS = 7  # compute in a kernel that serves; an eighth polls, and beside nine no client's block would fit
 
 
-class Block(NamedTuple):
+class ThreadBlock(NamedTuple):
     """The demands of a block of threads. registers: of each thread, as the compiler reports them."""
 
     warps: int
@@ -40,7 +40,7 @@ class Block(NamedTuple):
         return -(-self.warps // PARTITIONS)
 
 
-def fit(blocks: Iterable[Block]) -> bool:
+def fit(blocks: Iterable[ThreadBlock]) -> bool:
     """Tell whether a multiprocessor holds all of them at once, whichever partition the first warp of each lies in."""
     blocks = list(blocks)
     return (
@@ -51,6 +51,6 @@ def fit(blocks: Iterable[Block]) -> bool:
     )
 
 
-def most_registers(beside: Block, warps: int) -> int:
+def most_registers(beside: ThreadBlock, warps: int) -> int:
     """Return the most registers per thread with which a block of `warps` still fits beside another; 0 if none."""
-    return max((n for n in range(MOST_REGISTERS + 1) if fit([beside, Block(warps, n)])), default=0)
+    return max((n for n in range(MOST_REGISTERS + 1) if fit([beside, ThreadBlock(warps, n)])), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels_cuda.residency import Block, fit
+from kernels_cuda.residency import ThreadBlock, fit
 
 
 def of_serving() -> dict[str, Any]:
@@ -21,17 +21,17 @@ def of_serving() -> dict[str, Any]:
             of[kernel] = int(gpu._function(kernel).num_regs)
     shared = {source: gpu._shared_bytes(source) for source in set(gpu.kernels.values())}
 
-    def block(kernel: str) -> Block:
+    def block(kernel: str) -> ThreadBlock:
         source = gpu.kernels[kernel]
         warps = 1 if kernel in ONE_WARP else gpu._variant(source).warps + (source in SERVES)
-        return Block(warps, of[kernel], shared[source])
+        return ThreadBlock(warps, of[kernel], shared[source])
 
     serving = [kernel for kernel in of if gpu.kernels[kernel] in SERVES]
     clients = [kernel for kernel in of if kernel not in serving]
     return {**of, "no_room": crowded({one: block(one) for one in serving}, {one: block(one) for one in clients})}
 
 
-def crowded(serving: dict[str, Block], clients: dict[str, Block]) -> list[str]:
+def crowded(serving: dict[str, ThreadBlock], clients: dict[str, ThreadBlock]) -> list[str]:
     """List the client kernels that do not fit beside a serving kernel, and beside which."""
     return [
         f"{client} beside {server}"

@@ -22,8 +22,7 @@ from bench.gpu_run import (
     variants,
     world,
 )
-from kernels_cuda.residency import Block
-from lora_server.device.nvshmem import nvshmem_build
+from kernels_cuda.residency import ThreadBlock
 from lora_server.errors import AdapterError
 from lora_server.transport import e4m3
 from tests.support.gpu import emulated, emulated_gpu
@@ -190,9 +189,9 @@ def test_the_sanitizers_case_of_a_kernel_that_serves_is_right():
 
 
 def test_kernels_without_room_beside_one_that_serves_are_named():
-    serving, clients = {"serve": Block(9, 160)}, {"wait": Block(1, 20), "put": Block(8, 64)}
+    serving, clients = {"serve": ThreadBlock(9, 160)}, {"wait": ThreadBlock(1, 20), "put": ThreadBlock(8, 64)}
     assert registers.crowded(serving, clients) == ["put beside serve"]
-    assert registers.crowded({"serve": Block(8, 162)}, clients) == []
+    assert registers.crowded({"serve": ThreadBlock(8, 162)}, clients) == []
 
 
 @needs_emulator

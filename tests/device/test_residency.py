@@ -10,9 +10,9 @@ import pytest
 from bench import gpu_build
 from bench.gpu_build import HOPPER, SERVE_SHARED_BYTES, Job, Usage
 from kernels_cuda.heuristics import choose
-from kernels_cuda.residency import LANES, PARTITION_REGISTERS, PARTITIONS, SERVE_WARPS, Block, fit, most_registers
-from lora_server.device.protocol.cuda import SERVE_OWN_BYTES
-from lora_server.device.protocol.layout import LinkStatus
+from kernels_cuda.residency import LANES, PARTITION_REGISTERS, PARTITIONS, SERVE_WARPS, ThreadBlock, fit, most_registers
+from lora_server.transport.gpu.cuda import SERVE_OWN_BYTES
+from lora_server.transport.gpu.layout import LinkStatus
 from tests.support.gpu import emulated, gpu_world
 from tests.support.gpu.gpu_clients import GpuClient
 from tests.support.gpu.gpu_schedules import drive
@@ -23,9 +23,14 @@ from tests.support.gpu.gpu_world import World
 SERVE, LINK = Job("serve.cu", HOPPER), Job("link.cu", HOPPER)
 COMPILED = {"serve": 165, "link_put": 64, "link_add": 48, "link_wait": 22}  # registers, as `make gpu-build` says
 OVER_NVSHMEM = {"serve": 170, "link_put": 72, "link_add": 64, "link_wait": 26}
-FILL = Block(4, 32)  # torch's, of a tensor
-NINE_WARPS = Block(9, 160, 203_776)  # as the kernel that serves was, once
-AT_FIRST = {"serve": NINE_WARPS, "link_put": Block(8, 64), "link_add": Block(8, 48), "link_wait": Block(8, 20)}
+FILL = ThreadBlock(4, 32)  # torch's, of a tensor
+NINE_WARPS = ThreadBlock(9, 160, 203_776)  # as the kernel that serves was, once
+AT_FIRST = {
+    "serve": NINE_WARPS,
+    "link_put": ThreadBlock(8, 64),
+    "link_add": ThreadBlock(8, 48),
+    "link_wait": ThreadBlock(8, 20),
+}
 
 
 def fit_by_dealing(blocks):
@@ -44,17 +49,17 @@ def fit_by_dealing(blocks):
 @pytest.mark.parametrize("warps", [1, 4, 5, 8])
 def test_what_fits_fits_however_its_warps_are_dealt_out(warps):
     for registers in range(8, 256, 8):
-        for beside in (NINE_WARPS, Block(8, 162)):
-            blocks = [beside, Block(warps, registers)]
+        for beside in (NINE_WARPS, ThreadBlock(8, 162)):
+            blocks = [beside, ThreadBlock(warps, registers)]
             assert fit(blocks) == fit_by_dealing(blocks), blocks
 
 
 def test_nine_warps_of_160_registers_leave_16_to_a_block_of_eight():
     assert most_registers(NINE_WARPS, 8) == 16
-    assert not fit([NINE_WARPS, Block(8, 20)]), "a wait of eight warps, that has 20"
-    assert fit([NINE_WARPS, Block(1, 32)])
-    assert most_registers(Block(SERVE_WARPS + 1, 162), 8) == 88
-    assert not fit([Block(8, 32, 120 << 10)] * 2), "shared memory"
+    assert not fit([NINE_WARPS, ThreadBlock(8, 20)]), "a wait of eight warps, that has 20"
+    assert fit([NINE_WARPS, ThreadBlock(1, 32)])
+    assert most_registers(ThreadBlock(SERVE_WARPS + 1, 162), 8) == 88
+    assert not fit([ThreadBlock(8, 32, 120 << 10)] * 2), "shared memory"
 
 
 def test_the_build_complains_of_a_kernel_that_finds_no_room():

@@ -49,9 +49,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
     shard.hold(forger.link, scene.handle + (1 << 16))
     scene.do(forged(1))
     assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
-    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), (
-        "nothing is loaded for another"
-    )
+    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for another"
 
 
 def every_check_has_its_refusal(library: ctypes.CDLL) -> None:

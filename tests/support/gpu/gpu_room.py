@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kernels_cuda.residency import Block, fit
+from kernels_cuda.residency import ThreadBlock, fit
 
 
 class Launch(NamedTuple):
     number: int
     blocks: int
-    block: Block
+    block: ThreadBlock
     after: int  # another launch, or 0
     begin: Callable[[], int]  # starts it in the emulator; its grid
 
 
 class Room:
-    def __init__(self, multiprocessors: int, block_of: Callable[[str], Block], running: Callable[[int], bool]) -> None:
+    def __init__(
+        self, multiprocessors: int, block_of: Callable[[str], ThreadBlock], running: Callable[[int], bool]
+    ) -> None:
         """block_of: what a block of a kernel takes. running: whether a grid has not ended."""
         self._block_of, self._running = block_of, running
-        self._resident: list[dict[int, list[Block]]] = [{} for _ in range(multiprocessors)]  # by launch
+        self._resident: list[dict[int, list[ThreadBlock]]] = [{} for _ in range(multiprocessors)]  # by launch
         self._waiting: list[Launch] = []
         self._grids: dict[int, int] = {}  # of launches that began
         self._launched = 0

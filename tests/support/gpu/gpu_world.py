@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kernels_cuda.heuristics import Variant
-from kernels_cuda.residency import Block
-from lora_server.device.protocol.layout import LANES
-from lora_server.device.protocol.source import FILES
+from kernels_cuda.residency import ThreadBlock
+from lora_server.transport.gpu.layout import LANES
+from lora_server.transport.gpu.source import FILES
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_room import Room
 
@@ -84,7 +84,7 @@ class World:
         self.heap_free = 0
         self.room: Room | None = None
 
-    def limit(self, multiprocessors: int, block_of: Callable[[str], Block]) -> None:
+    def limit(self, multiprocessors: int, block_of: Callable[[str], ThreadBlock]) -> None:
         """Let kernels share one GPU's multiprocessors from now on; a block of each takes what `block_of` says."""
         self.room = Room(multiprocessors, block_of, lambda grid: bool(self.library.world_running(grid)))
 
