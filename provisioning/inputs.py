@@ -19,7 +19,7 @@ class InputError(ConfigError, ValueError):
 
 
 def normalised(popularity: Any, name: str = "popularity") -> Floats:
-    """Probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
+    """Return probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
     try:
         weights_N = np.asarray(_numbers(popularity), dtype=float)
     except (TypeError, ValueError, OverflowError) as error:
@@ -53,7 +53,7 @@ def _numbers(popularity: Any) -> Any:
 
 
 def parsed(text: str, where: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """A JSON document; raises InputError that begins with `where`."""
+    """Parse a JSON document; raises InputError that begins with `where`."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except InputError:
@@ -65,7 +65,7 @@ def parsed(text: str, where: str, object_pairs_hook: Callable[[list[tuple[str, A
 
 
 def positive(value: Any, name: str, most: float = math.inf) -> float:
-    """A finite float above zero, at most `most`."""
+    """Return a finite float above zero, at most `most`; raises InputError for another value."""
     number = _number(value, name)
     if not 0 < number <= most:
         span = "above 0" if most == math.inf else f"above 0 and at most {most:,.0f}"
@@ -74,7 +74,7 @@ def positive(value: Any, name: str, most: float = math.inf) -> float:
 
 
 def non_negative(value: Any, name: str, most: float = math.inf) -> float:
-    """A finite float, zero or more, at most `most`."""
+    """Return a finite float, zero or more, at most `most`; raises InputError for another value."""
     number = _number(value, name)
     if not 0 <= number <= most:
         span = ">= 0" if most == math.inf else f"in [0, {most:,.0f}]"
@@ -83,7 +83,7 @@ def non_negative(value: Any, name: str, most: float = math.inf) -> float:
 
 
 def share(value: Any, name: str) -> float:
-    """A float in (0, 1]."""
+    """Return a float in (0, 1]; raises InputError for another value."""
     number = _number(value, name)
     if not 0 < number <= 1:
         raise InputError(f"{name}: got {value}, expected a share in (0, 1], such as 0.95")
@@ -91,7 +91,7 @@ def share(value: Any, name: str) -> float:
 
 
 def count(value: Any, name: str, low: int, high: int | None = None) -> int:
-    """An integer in [low, high]."""
+    """Return an integer in [low, high]; raises InputError for another value."""
     try:
         number = operator.index(value)
     except TypeError:

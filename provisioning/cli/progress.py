@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A function that replaces the line; the time that has passed stands beside it."""
+    """Yield a function that replaces the progress line; the elapsed time stands beside it."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -8,7 +8,7 @@ import typer
 
 
 def save(path: Path, content: str | bytes, flag: str) -> None:
-    """Writes it and says so on stderr; raises InputError that names the flag."""
+    """Write a file and say so on stderr; raises InputError that names the flag."""
     from provisioning.inputs import InputError
 
     try:

@@ -33,7 +33,7 @@ _FAR = 8.0  # standard deviations
 def immediate_admissibility(
     popularity: Iterable[float] | Floats, global_batch: float, cache_slots: int, model: Model = "offered"
 ) -> float:
-    """IAR(M) in [0, 1]: 0 at M = 0, exactly 1 where and only where all adapters ever called fit.
+    """Compute IAR(M) in [0, 1]: 0 at M = 0, and exactly 1 if and only if all adapters that are ever called fit.
 
     `popularity`: any non-negative weights, normalised here. Raises InputError (a ValueError) for
     NaN, negative, empty or all-zero weights, global_batch <= 0, or cache_slots outside [0, N].
@@ -47,14 +47,14 @@ def immediate_admissibility(
 
 
 def admissibility_curve(popularity: Iterable[float] | Floats, global_batch: float) -> Floats:
-    """`offered` for every M = 0..N at the price of one; non-decreasing."""
+    """Compute `offered` for every M = 0..N at the cost of one; non-decreasing."""
     return models.offered_curve(normalised(popularity), positive(global_batch, "global_batch"))
 
 
 def min_cache_slots(
     popularity: Iterable[float] | Floats, global_batch: float, target: float, model: Model = "offered"
 ) -> int:
-    """The smallest M >= 1 with IAR(M) >= target, Eq. 1; always exists, as IAR(N) = 1.
+    """Find the smallest M >= 1 with IAR(M) >= target, Eq. 1; it always exists, as IAR(N) = 1.
 
     `offered` and `queued` rise with M and are searched; `literal` does not always rise, so that
     ranges of M are left out only where a bound proves that none of them reaches the target.
@@ -70,7 +70,7 @@ def min_cache_slots(
 
 
 def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
-    """False position (Illinois) on the normal quantile of the misses, which is nearly straight in M."""
+    """Search by false position (Illinois) on the normal quantile of the misses, which is nearly straight in M."""
     queue, aim = queued.CacheQueue(p_N, load), float(ndtri(1 - wanted))
     low, high = 0, max(queue.called, 1)
     if wanted == 1:

@@ -15,7 +15,7 @@ from provisioning.arrays import Floats
 
 
 def misses(p_N: Floats, cache_slots: int) -> float:
-    """The share of calls for the others, for 0 < M < N."""
+    """Return the share of calls for adapters without a slot, for 0 < M < N."""
 
     def surplus(log_calls: float) -> float:
         return float(-np.expm1(-math.exp(log_calls) * p_N).sum()) - cache_slots
@@ -24,7 +24,7 @@ def misses(p_N: Floats, cache_slots: int) -> float:
 
 
 def slots(p_N: Floats, missed: float) -> float:
-    """The M, a real number, at which that share is `missed`, between 0 and 1."""
+    """Return the M, a real number, at which `misses` is `missed`, a share between 0 and 1."""
 
     def surplus(log_calls: float) -> float:
         return missed - float(p_N @ np.exp(-math.exp(log_calls) * p_N))

@@ -23,7 +23,7 @@ Weighted = tuple[Floats, Floats]
 
 
 def condensed(rates_N: Floats) -> Weighted:
-    """(rates, weights) with sum_i P(a, l_i) = weights @ P(a, rates) for any a, to 1e-9, from the positive rates.
+    """Return (rates, weights) with sum_i P(a, l_i) = weights @ P(a, rates) for any a, to 1e-9, from the positive rates.
 
     As a function of l, P(a, l) bends over e-folds below 1 and over sqrt(l) above, so that where many rates lie within
     0.4 of each other in ln l + 2 sqrt l, ten Chebyshev points stand for them.
@@ -48,7 +48,7 @@ def _points(rates_K: Floats) -> Weighted:
 
 
 def literal_threshold(weighted: Weighted, cache_slots: int, known: Known | None = None) -> float:
-    """log(tau* + 1) of Eq. 3 with Pr[Poisson(l) > tau] = P(tau + 1, l); 1 <= M < number of positive rates.
+    """Find log(tau* + 1) of Eq. 3 with Pr[Poisson(l) > tau] = P(tau + 1, l); 1 <= M < number of positive rates.
 
     `weighted`: the `condensed` rates. `known`: ((threshold, slots) with more slots, the same with fewer).
     Without it the root is sought from 1e-12, where any positive double is present but for a share below
@@ -74,18 +74,18 @@ def literal_threshold(weighted: Weighted, cache_slots: int, known: Known | None 
 
 
 def literal_presence(rates_N: Floats, log_shape: float) -> Floats:
-    """q of Eq. 2 at the threshold that `literal_threshold` gives."""
+    """Compute q of Eq. 2 at the threshold that `literal_threshold` returns."""
     return np.asarray(gammainc(math.exp(log_shape), rates_N), dtype=np.float64)
 
 
 def literal_missed(p_N: Floats, q_N: Floats, whole: PoissonBinomial, cache_slots: int) -> float:
-    """sum_i p_i (1 - q_i) P(K_i >= M): what Eq. 4 leaves to 1."""
+    """Compute the misses, 1 - Eq. 4: sum_i p_i (1 - q_i) P(K_i >= M)."""
     first, others_RK = leave_one_out(whole, q_N, (p_N * (1 - q_N))[None])
     return float(others_RK[0, max(cache_slots - first, 0) :].sum())
 
 
 def literal(p_N: Floats, global_batch: float, cache_slots: int) -> float:
-    """Eq. 2-4."""
+    """Compute IAR(M) by Eq. 2-4."""
     rates_N = global_batch * p_N
     called = int(np.count_nonzero(rates_N))
     if cache_slots in (0, p_N.size) or cache_slots >= called:

@@ -17,7 +17,7 @@ _ALMOST_ONE = math.nextafter(1.0, 0.0)
 
 
 def admitted(missed: float, cache_slots: int, called: int) -> float:
-    """1 - missed; exactly 1 where and only where every adapter that is ever called fits."""
+    """Return 1 - missed; exactly 1 if and only if every adapter that is ever called fits."""
     if cache_slots == 0:
         return 0.0
     if cache_slots >= called:
@@ -26,7 +26,7 @@ def admitted(missed: float, cache_slots: int, called: int) -> float:
 
 
 def shared_misses(p_N: Floats, q_N: Floats, whole: PoissonBinomial) -> tuple[int, Floats, Floats]:
-    """(first, S0, S1) with miss(M) = S0[M - first] - M S1[M - first] for the presence q.
+    """Return (first, S0, S1) with miss(M) = S0[M - first] - M S1[M - first] for the presence q.
 
     From sum_i p_i [q_i E[max(0, 1 - M/(K_i+1))] + (1-q_i) P(K_i >= M)], as tail sums over k >= M.
     """
@@ -41,7 +41,7 @@ def _tail_sums(values_K: Floats) -> Floats:
 
 
 def shared_curve(p_N: Floats, q_N: Floats) -> Floats:
-    """IAR(M) for M = 0..N of the working set with presence q, shared when it does not fit."""
+    """Compute IAR(M) for M = 0..N of the working set with presence q; slots are shared when it does not fit."""
     first, tail0, tail1 = shared_misses(p_N, q_N, poisson_binomial(q_N))
     slots = np.arange(p_N.size + 1)
     index = np.clip(slots - first, 0, tail0.size - 1)
@@ -53,7 +53,7 @@ def shared_curve(p_N: Floats, q_N: Floats) -> Floats:
 
 
 def offered_curve(p_N: Floats, global_batch: float, in_flight_N: Floats | None = None) -> Floats:
-    """`offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda).
+    """Compute `offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda).
 
     `in_flight_N` are the adapters' shares of the requests in flight, where these are not p for all write alike.
     """

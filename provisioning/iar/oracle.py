@@ -14,7 +14,7 @@ from provisioning.arrays import Floats
 
 
 def leave_one_out_pmf(q_N: Floats, left_out: int) -> Floats:
-    """Lines 9-15: the dynamic program over all adapters but one."""
+    """Run lines 9-15: the dynamic program over all adapters but one."""
     dp = np.zeros(q_N.size + 1)
     dp[0] = 1.0
     for j in range(q_N.size):
@@ -25,7 +25,7 @@ def leave_one_out_pmf(q_N: Floats, left_out: int) -> Floats:
 
 
 def threshold(rates_N: Floats, cache_slots: int) -> float:
-    """Line 5: the tau at which the expected number of residents is the cache size, by bisection."""
+    """Run line 5: find by bisection the tau at which the expected number of residents is the cache size."""
     low, high = 1e-12, 1.0
     while gammainc(high, rates_N).sum() > cache_slots:
         high *= 2
@@ -39,7 +39,7 @@ def threshold(rates_N: Floats, cache_slots: int) -> float:
 
 
 def literal(p_N: Floats, global_batch: float, cache_slots: int) -> float:
-    """Eq. 2-4."""
+    """Compute IAR(M) by Eq. 2-4."""
     if cache_slots == 0:
         return 0.0
     rates_N = global_batch * p_N
@@ -56,7 +56,7 @@ def literal(p_N: Floats, global_batch: float, cache_slots: int) -> float:
 
 
 def offered(p_N: Floats, global_batch: float, cache_slots: int, q_N: Floats | None = None) -> float:
-    """The offered working set, shared when it does not fit (`reference/ecosystem.md`)."""
+    """Compute IAR(M) of the offered working set; slots are shared when it does not fit."""
     q_N = 1 - np.exp(-global_batch * p_N) if q_N is None else q_N
     admitted = np.minimum(1.0, cache_slots / (np.arange(p_N.size + 1) + 1.0))
     total = 0.0
@@ -67,7 +67,7 @@ def offered(p_N: Floats, global_batch: float, cache_slots: int, q_N: Floats | No
 
 
 def literal_min(p_N: Floats, global_batch: float, target: float) -> int:
-    """Algorithm 1's loop: the first M that reaches the target."""
+    """Run the loop of Algorithm 1: return the first M that reaches the target."""
     for cache_slots in range(1, p_N.size + 1):
         if literal(p_N, global_batch, cache_slots) >= target:
             return cache_slots

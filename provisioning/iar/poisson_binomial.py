@@ -39,13 +39,13 @@ class PoissonBinomial:
     pmf: Floats
 
     def excess(self, cache_slots: int) -> float:
-        """E[(K - M)+]: the present adapters that find no room."""
+        """Compute E[(K - M)+]: the expected number of present adapters without a slot."""
         counts = self.first + np.arange(self.pmf.size)
         return float(np.maximum(counts - cache_slots, 0) @ self.pmf)
 
 
 def poisson_binomial(q_N: Floats) -> PoissonBinomial:
-    """Distribution of the sum of independent Bernoulli(q_N[i])."""
+    """Compute the distribution of the sum of independent Bernoulli(q_N[i])."""
     certain = int(np.count_nonzero(q_N >= 1.0))
     uncertain_N = q_N[(q_N > 0.0) & (q_N < 1.0)]
     mean, variance = float(uncertain_N.sum()), float((uncertain_N * (1 - uncertain_N)).sum())
@@ -57,7 +57,7 @@ def poisson_binomial(q_N: Floats) -> PoissonBinomial:
 
 
 def _product_tree(q_N: Floats, first: int, length: int) -> Floats:
-    """The window [first, first + length) of the product of all (1 - q) + q z."""
+    """Compute the window [first, first + length) of the product of all (1 - q) + q z."""
     rows = 1 << max(q_N.size - 1, 0).bit_length()
     level = np.zeros((rows, 2))
     level[:, 0] = 1.0
@@ -103,7 +103,7 @@ def leave_one_out(
 
 
 def _divide(pmf_K: Floats, q_G: Floats, weights_RG: Floats, out_RK: Floats, *, upwards: bool) -> None:
-    """Adds weights @ o to `out`, d = o * (1 - q, q) being solved for o from its stable end."""
+    """Add weights @ o to `out`, where o solves d = o * (1 - q, q) from its stable end."""
     pivot_G, other_G = (1 - q_G, q_G) if upwards else (q_G, 1 - q_G)
     ratio_G, inverse_G = other_G / pivot_G, 1 / pivot_G
     others_KG = np.empty((pmf_K.size, q_G.size))
@@ -119,7 +119,7 @@ def _divide(pmf_K: Floats, q_G: Floats, weights_RG: Floats, out_RK: Floats, *, u
 
 
 def _nodes(q_N: Floats, weights_RN: Floats, max_direct_nodes: int) -> tuple[Floats, Floats]:
-    """Few points and weights that integrate any smooth function of q as all adapters would."""
+    """Return a few points and weights that integrate any smooth function of q as all adapters would."""
     lowest, highest = float(q_N.min()), float(q_N.max())
     if q_N.size <= max_direct_nodes or lowest == highest:
         distinct_G, index_N = np.unique(q_N, return_inverse=True)
@@ -134,7 +134,7 @@ def _nodes(q_N: Floats, weights_RN: Floats, max_direct_nodes: int) -> tuple[Floa
 
 
 def _chebyshev_moments(x_N: Floats, weights_RN: Floats) -> Floats:
-    """sum_i weights[r, i] T_d(x_i) for d < 64, from the products T_8a T_b = (T_8a+b + T_8a-b) / 2, in blocks
+    """Compute sum_i weights[r, i] T_d(x_i) for d < 64, from the products T_8a T_b = (T_8a+b + T_8a-b) / 2, in blocks
     that stay in a core's cache."""
     products_RAB = np.zeros((weights_RN.shape[0], _STRIDE, _STRIDE))
     for start in range(0, x_N.size, _BLOCK):
@@ -154,7 +154,7 @@ def _chebyshev_moments(x_N: Floats, weights_RN: Floats) -> Floats:
 
 
 def _chebyshev(x_K: Floats, num: int) -> Floats:
-    """T_0 ... T_{num - 1} at all x."""
+    """Compute T_0 ... T_{num - 1} at all x."""
     rows = np.empty((num, x_K.size))
     rows[0], rows[1] = 1.0, x_K
     for degree in range(2, num):

@@ -52,7 +52,7 @@ _HOTTEST = 1e5  # of all rates beyond, the busy periods outlast anything
 
 
 def queued(p_N: Floats, global_batch: float, cache_slots: int) -> float:
-    """The lower of the two approximations; 0 without slots, 1 where all fit."""
+    """Compute IAR(M), the lower of the two approximations; 0 without slots, 1 if all adapters fit."""
     return CacheQueue(p_N, global_batch).iar(cache_slots)
 
 
@@ -70,7 +70,7 @@ class CacheQueue:
         self._waits: dict[int, float] = {}  # ln W of the mean field at the cache sizes asked for
 
     def iar(self, cache_slots: int) -> float:
-        """Non-decreasing in M, as all waits fall."""
+        """Compute IAR(M). It does not fall as M rises, because all waits fall."""
         if cache_slots == 0 or cache_slots >= self.called:
             return admitted(0.0, cache_slots, self.called)
         missed = max(self._birth_death(cache_slots), self._mean_field(cache_slots))
@@ -110,7 +110,7 @@ class CacheQueue:
         return float(self.p_N @ waiting_N) + taken
 
     def _guess(self, cache_slots: int) -> tuple[float, float]:
-        """(ln W, how far off it may be) between the waits at the nearest cache sizes: W falls as M rises."""
+        """Guess (ln W, how far off it may be) from the waits at the nearest cache sizes: W falls as M rises."""
         fewer = max((m for m in self._waits if m < cache_slots), default=None)
         more = min((m for m in self._waits if m > cache_slots), default=None)
         if fewer is None or more is None or math.isinf(self._waits[more]):
@@ -122,7 +122,7 @@ class CacheQueue:
     def _log_wait(
         self, surplus: Callable[[float], float], excess: float, guess: float = -math.inf, stride: float = 0.7
     ) -> float:
-        """ln W at which a falling surplus is zero, -inf for none; sought from `guess` on, if that is not too short.
+        """Find ln W at which a falling surplus is zero, -inf for none; search from `guess` on, if that is not too low.
 
         Waits only lower the rate sum l a that Little's law divides by: W is `excess` over its offered value, or more.
         """
@@ -147,7 +147,7 @@ def _falling_root(surplus: Callable[[float], float], least: float, guess: float,
 
 
 def cycle_shares(rates_N: Floats, log_wait: float) -> tuple[Floats, Floats, Floats]:
-    """(active, waiting, absent) shares of time, by logarithms: a hot adapter's busy period is e^l.
+    """Compute (active, waiting, absent) shares of time, by logarithms: a hot adapter's busy period is e^l.
 
     Requests that gather during the wait start together, which lengthens the busy period by about ln(1 + l W / 2).
     """

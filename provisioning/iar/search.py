@@ -74,7 +74,7 @@ class _Point:
 
 
 def _taken_at_least(low_N: Floats, high_N: Floats) -> Floats:
-    """Lower bounds of P(K_i(M) >= M) for every i and every q in [low, high], by normal laws."""
+    """Compute lower bounds of P(K_i(M) >= M) for every i and every q in [low, high], by normal laws."""
     spread_low_N, spread_high_N = low_N * (1 - low_N), high_N * (1 - high_N)
     least = max(float(np.minimum(spread_low_N, spread_high_N).sum()) - 0.25, 1e-300)
     sigma = math.sqrt(least)
@@ -92,7 +92,7 @@ def _taken_at_least(low_N: Floats, high_N: Floats) -> Floats:
 
 
 def _excluded(low: _Point, high: _Point, target: float) -> bool:
-    """Whether a bound shows that no M in (low, high] reaches the target."""
+    """Tell whether a bound shows that no M in (low, high] reaches the target."""
     absent_N = low.p * (1 - high.q)
     needed = 1.0 - target + _ROUNDING
     if float(absent_N.sum()) <= needed:
@@ -106,7 +106,7 @@ def _excluded(low: _Point, high: _Point, target: float) -> bool:
 
 
 def literal_min(p_N: Floats, global_batch: float, target: float) -> int:
-    """The first M with literal IAR(M) >= target: ranges by doubling, each split until settled."""
+    """Find the first M with literal IAR(M) >= target: double the range, and split each range until it is settled."""
     rates_N = global_batch * p_N
     called = max(int(np.count_nonzero(rates_N)), 1)
     low = _Point(p_N, rates_N, literal.condensed(rates_N), 1, called)
@@ -122,7 +122,7 @@ def literal_min(p_N: Floats, global_batch: float, target: float) -> int:
 
 
 def _leftmost(low: _Point, high: _Point, target: float) -> int | None:
-    """The first M in (low, high] that reaches the target."""
+    """Find the first M in (low, high] that reaches the target."""
     pending = [high]
     while pending:
         end = pending[-1]

@@ -31,13 +31,13 @@ class StepBytes:
 
 
 def expected_pairs(popularity: Floats, *, batch: float, experts: int, top_k: int, times: Floats | float = 1.0) -> float:
-    """Distinct (adapter, expert) pairs among b tokens: sum_i E (1 - (1 - p_i k/E)^b), each term so many times."""
+    """Count distinct (adapter, expert) pairs among b tokens: sum_i E (1 - (1 - p_i k/E)^b), each term `times` times."""
     absent_N = np.exp(batch * np.log1p(-np.minimum(popularity * top_k / experts, 1 - 1e-15)))
     return float(experts * ((1 - absent_N) * times).sum())
 
 
 def grouped(popularity: Floats) -> tuple[Floats, Floats | float]:
-    """(p, times): of many adapters, those that are about equally popular together; what they sum to stays."""
+    """Return (p, times): merges adapters that are about equally popular, and keeps the sum of all."""
     if popularity.size <= _SINGLE:
         return popularity, 1.0
     p_N = np.sort(popularity)[::-1]
@@ -47,7 +47,7 @@ def grouped(popularity: Floats) -> tuple[Floats, Floats | float]:
 
 
 def shard_tokens(*, experts: int, top_k: int, ep: int) -> float:
-    """Expected shards of a stage that one token needs, its k experts being distinct."""
+    """Compute the expected number of a stage's shards that one token needs; its k experts are distinct."""
     shards = 0.0
     for rank in range(ep):
         owned = experts // ep + (rank < experts % ep)
@@ -69,7 +69,7 @@ def lora_step(
     attention_share: float = 0.0,
     times: Floats | float = 1.0,
 ) -> StepBytes:
-    """gate_up and down of one layer, for one instance's batch.
+    """Count the bytes and FLOPs of gate_up and down of one layer, for one instance's batch.
 
     `once_per_shard` is our wire: gate_up carries a token once per shard, and down returns the weighted
     sum per token and shard. Otherwise, as in the paper, both carry one row per expert. Of `attention_share` of the
@@ -131,29 +131,29 @@ BF16 = BASE_DTYPES["bf16"]
 
 
 def ffn_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
-    """Base weights of one layer's experts or MLP, averaged over layers."""
+    """Return the bytes of base weights of one layer's experts or MLP, averaged over layers."""
     share = len(spec.moe_layers) / spec.layers
     moe, dense = spec.experts * spec.ffn, spec.dense_ffn
     return dtype.ffn * 3 * spec.hidden * (share * moe + (1 - share) * dense)
 
 
 def attention_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
-    """Base weights of one layer's q, k, v and o."""
+    """Return the bytes of base weights of one layer's q, k, v and o."""
     return dtype.attention * spec.hidden * (2.0 * spec.q_width + 2.0 * spec.kv_width)
 
 
 def model_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
-    """Base weights of all layers, without embeddings and norms, which the geometry does not hold."""
+    """Return the bytes of base weights of all layers, without embeddings and norms, which the geometry leaves out."""
     return spec.layers * (ffn_weight_bytes(spec, dtype) + attention_weight_bytes(spec, dtype))
 
 
 def prefill_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
-    """Activations of one layer at once: the token twice, and per expert its row, gate, up and their product."""
+    """Return the bytes of one token's activations in a layer: itself twice; per expert its row, gate, up, product."""
     share = len(spec.moe_layers) / spec.layers
     experts = share * spec.top_k * (3 * spec.ffn + spec.hidden) + (1 - share) * (3 * spec.dense_ffn + spec.hidden)
     return element_bytes * (2.0 * spec.hidden + experts)
 
 
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
-    """KV cache of one token in one layer."""
+    """Return the bytes of KV cache of one token in one layer."""
     return element_bytes * 2.0 * spec.kv_width

@@ -90,7 +90,7 @@ GPUS: dict[str, GpuSpec] = {
 
 
 def gpu_named(name: str, memory_gib: float | None = None) -> GpuSpec:
-    """A preset, with another memory size if one is given. Raises InputError for an unknown name."""
+    """Return a preset, with another memory size if one is given. Raises InputError for an unknown name."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise InputError(f"--gpu: got {name!r}, expected one of {', '.join(GPUS)}")
@@ -129,6 +129,6 @@ class Efficiency:
         return self.compute_us + self.host_us
 
     def with_attention(self) -> Efficiency:
-        """Four exchanges of a layer in place of two: qkv and o beside gate_up and down."""
+        """Return the constants for four exchanges per layer in place of two: qkv and o beside gate_up and down."""
         fixed = [name for name in vars(self) if name.endswith(("receive_us", "compute_us", "send_us", "host_us"))]
         return replace(self, **{name: 2 * getattr(self, name) for name in fixed})

@@ -68,7 +68,7 @@ class StepModel:
     profile: Profile = field(default_factory=Profile)
 
     def lora(self, batch: float, layout: Layout) -> Latency:
-        """Receive, compute and send of one layer for one instance's batch, in us."""
+        """Compute receive, compute and send of one layer for one instance's batch, in us."""
         bytes_, reach, x = self._bytes(batch, layout.ep), self.efficiency, layout.ep
         across, wire = x > self.cluster.gpus_per_node, self._nics_bytes_per_us(x)
         return Latency(
@@ -91,7 +91,7 @@ class StepModel:
         return latency.plus(self.prompt(layout.ep).served, self.prompts(batch)) if self.prompt_tokens else latency
 
     def prompts(self, batch: float) -> float:
-        """Prompt tokens that a decode step carries on average."""
+        """Return how many prompt tokens a decode step carries on average."""
         return batch * self.prompt_tokens / self.output_tokens
 
     def prompt(self, ep: int) -> PromptToken:
@@ -132,24 +132,24 @@ class StepModel:
         return Latency(receive=receive, compute=compute, send=send, phases=self.transport.phases)
 
     def _nics_bytes_per_us(self, ep: int, *, of_server: bool = False) -> float:
-        """Bandwidth in one direction of p clients and x shards, or of the shards alone, in bytes of the exact wire."""
+        """Return the bandwidth each way between clients and shards, or of the shards alone, in bytes of exact wire."""
         nics = self._active(ep) if of_server else min(self.instance_gpus, self._active(ep))
         rate = self.cluster.link_bytes_per_us * self.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
         return nics * rate
 
     def _lora_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:
-        """Shrink and expand, spread over so many GPUs."""
+        """Compute the time of shrink and expand, spread over `gpus` GPUs."""
         active, reach = self._active(gpus), self.efficiency
         memory_us = bytes_.weights / (active * self.cluster.hbm_bytes_per_us * reach.hbm)
         return max(memory_us, bytes_.flops / (active * self.cluster.flops_per_us * reach.tensor_cores))
 
     def coupled_lora_us(self, batch: float) -> Quantity:
-        """LoRA inside the engine, after the base GEMM and spread over its own GPUs; no wire."""
+        """Compute the time of LoRA inside the engine: after the base GEMM, spread over its own GPUs, without a wire."""
         lora_us = self._lora_us(self._bytes(batch, self.instance_gpus), self.instance_gpus)
         return Quantity(lora_us + self.efficiency.compute_us, "extrapolated", self.efficiency.source)
 
     def base_ffn_us(self, batch: float) -> Quantity:
-        """The base layer's experts (or MLP): weights touched over HBM, or FLOPs."""
+        """Compute the time of the base layer's experts (or MLP): its weights over HBM, or its FLOPs."""
         touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec, self.base_dtype)
         modelled = self._base_us(touched, self._ffn_flops(batch))
         return self._term("base_ffn", batch, 0, modelled)
@@ -160,26 +160,26 @@ class StepModel:
         return 6.0 * batch * self.spec.hidden * width
 
     def base_attention_us(self, batch: float) -> Quantity:
-        """Weights once per GPU (attention is data parallel), KV cache of the batch, FLOPs."""
+        """Compute attention's time: weights once per GPU (it is data parallel), the batch's KV cache, or FLOPs."""
         p, weights = self.instance_gpus, geometry.attention_weight_bytes(self.spec, self.base_dtype)
         elements = geometry.attention_weight_bytes(self.spec) / 2
         cache = batch * self.context_tokens * geometry.kv_bytes_per_token(self.spec)
         return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, 2 * batch * elements))
 
     def base_step_us(self, batch: float) -> float:
-        """Time of a decode step of the base model, with its share of prompts."""
+        """Compute the time of a decode step of the base model, with its share of prompts."""
         decode_us = self.base_ffn_us(batch).value + self.base_attention_us(batch).value
         return self.spec.layers * decode_us + self.prompts(batch) * self.prefill_us
 
     def coupled_step_us(self, batch: float) -> float:
-        """Time of a decode step with LoRA after the FFN."""
+        """Compute the time of a decode step with LoRA after the FFN."""
         lora_us = self.coupled_lora_us(batch).value
         if self.prompt_tokens:
             lora_us += self.prompts(batch) * self.prompt(self.instance_gpus).lora.compute.value
         return self.base_step_us(batch) + self.spec.layers * lora_us
 
     def step_us(self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage") -> float:
-        """Time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch."""
+        """Compute the time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch."""
         latency, layers = self.lora(batch, layout), self.spec.layers
         own_us = self.base_attention_us(batch).value + max(self.base_ffn_us(batch).value, latency.total)
         if self.prompt_tokens:
@@ -209,13 +209,13 @@ class StepModel:
         return max(memory_us, flops / (p * cluster.flops_per_us * self.efficiency.tensor_cores))
 
     def _touched(self, batch: float) -> float:
-        """Share of the FFN weights that a step reads: experts that at least one token chose."""
+        """Return the share of the FFN weights that a step reads: experts that at least one token chose."""
         if not self.spec.moe_layers:
             return 1.0
         return 1.0 - math.pow(1.0 - self.spec.top_k / self.spec.experts, max(batch, 1.0))
 
     def _active(self, x: int) -> int:
-        """Shards or GPUs that share a layer's work; one where a layer has one weight for all rows."""
+        """Return how many shards or GPUs share a layer's work; one if the layer has one weight for all rows."""
         return min(x, self.spec.experts) if self.spec.moe_layers else 1
 
     def _bytes(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
@@ -311,14 +311,14 @@ class Budget:
 
 
 def budget(model: StepModel, batch: float, tpot_us: float, ep: int = 1) -> Budget:
-    """SLO_Layer, and SLO_FFN: what attention and the step's share of prompts leave of it."""
+    """Compute SLO_Layer, and SLO_FFN: the part of it that attention and the step's share of prompts leave."""
     layer = tpot_us / model.spec.layers
     prompts_us = model.prompts(batch) * model.prompt(ep).layer_us if model.prompt_tokens else 0.0
     return Budget(layer=layer, ffn=layer - model.base_attention_us(batch).value - prompts_us)
 
 
 def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:
-    """Left side of Eq. 6: the least time of a layer, for all instances to be served."""
+    """Compute the left side of Eq. 6: the least time of a layer in which all instances are served."""
     share = -(-layers // layout.pp) / layers if eq6 == "stage" else 1.0
     return latency.longest * instances * share
 

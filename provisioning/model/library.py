@@ -40,7 +40,7 @@ class Library:
     attention_N: NDArray[np.bool_]
 
     def sized(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> tuple[Workload, float, float]:
-        """(the workload that says so, the rank of all, the share of the tokens with attention) for a model."""
+        """Return (workload with the sizes, one rank for all, share of tokens with attention) for a model."""
         own = self.ordered_as(workload)
         rank, attention = own.lora_rank(workload, spec, shared_a=shared_a), own.attention_share(workload)
         return replace(workload, ranks=f"{own.ranks} ({own.source})"), rank, attention
@@ -66,16 +66,16 @@ class Library:
         )
 
     def mean_bytes(self, workload: Workload) -> float:
-        """Bytes of a slot: the larger mean, over adapters or, where calls are by name, over requests in flight."""
+        """Return a slot's bytes: the larger mean, over adapters or, if calls are by name, over requests in flight."""
         mean = float(self.bytes_N.mean())
         return max(mean, float(self.bytes_N @ workload.in_flight)) if workload.names else mean
 
     def lora_rank(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> float:
-        """Rank at which an adapter on all experts has the mean bytes."""
+        """Return the rank at which an adapter on all experts has the mean bytes."""
         return self.mean_bytes(workload) / spec.adapter_bytes(1, shared_a=shared_a)
 
     def attention_share(self, workload: Workload) -> float:
-        """Share of tokens that also go to the server from attention."""
+        """Return the share of tokens that also go to the server from attention."""
         return float(self.attention_N @ workload.in_flight if workload.names else self.attention_N.mean())
 
     @property
@@ -146,7 +146,7 @@ def _library(source: str, names: tuple[str, ...], bytes_N: Floats, ranks_N: Ints
 
 
 def _adapter(directory: Path) -> tuple[int, int, bool]:
-    """(elements, rank, whether attention has any), from the config and the headers alone."""
+    """Read (elements, rank, whether attention has any) from the config and the headers alone."""
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])

@@ -24,14 +24,14 @@ def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
 
 
 def site_bytes(spec: ModelSpec, layer: int, lora_rank: float, shared_a: bool) -> float:
-    """Bytes of one expert's gate_up and down at one layer, 2-byte elements."""
+    """Return the bytes of one expert's gate_up and down at one layer, 2-byte elements."""
     ffn, num_a = spec.ffn_at(layer), 1 if shared_a else 2
     return 2 * lora_rank * (num_a * spec.hidden + 2 * ffn + ffn + spec.hidden)
 
 
 @lru_cache(maxsize=4096)
 def fullest_shard_bytes(spec: ModelSpec, layout: Layout, lora_rank: float, shared_a: bool = False) -> int:
-    """Bytes that one adapter takes on the shard that holds most of it, in whole pages.
+    """Return the bytes that one adapter takes on the shard that holds most of it, in whole pages.
 
     ceil(layers / y) layers of ceil(experts / x) experts where all layers have experts; with dense
     layers among them, the shards are counted one by one.
@@ -57,14 +57,14 @@ def _shard_bytes(placement: Placement, shard: int, lora_rank: float, shared_a: b
 
 
 def cache_slots(spec: ModelSpec, layout: Layout, cluster: Cluster, lora_rank: float, shared_a: bool = False) -> int:
-    """M of a layout: what the fullest shard holds."""
+    """Return M of a layout: the number of adapters that the fullest shard holds."""
     return int(cluster.adapter_memory_bytes // fullest_shard_bytes(spec, layout, lora_rank, shared_a))
 
 
 def instance_free_bytes(
     spec: ModelSpec, cluster: Cluster, instance_gpus: int, dtype: BaseDtype = BF16, prefill_tokens: float = 0.0
 ) -> float:
-    """Memory of one LLM instance that its base weights leave, and a chunk of prefill on each of its GPUs."""
+    """Return the memory of one LLM instance beside its base weights, and beside a chunk of prefill on each GPU."""
     chunk = prefill_tokens * geometry.prefill_bytes_per_token(spec)
     return instance_gpus * (cluster.adapter_memory_bytes - chunk) - geometry.model_weight_bytes(spec, dtype)
 
@@ -79,7 +79,7 @@ def smallest_instance(spec: ModelSpec, cluster: Cluster, dtype: BaseDtype = BF16
 
 @lru_cache(maxsize=64)
 def adapter_bytes(spec: ModelSpec, lora_rank: float, shared_a: bool = False) -> int:
-    """Bytes of an adapter with all experts, 2-byte elements."""
+    """Return the bytes of an adapter with all experts, 2-byte elements."""
     return spec.adapter_bytes(lora_rank, shared_a=shared_a)
 
 

@@ -45,11 +45,11 @@ class Profile:
     of: Mapping[str, Any] = field(default_factory=dict)
 
     def differs(self, asked: Mapping[str, Any]) -> str | None:
-        """The first thing that a question asks for and this was not measured with; None where it fits."""
+        """Return the first setting of the question that differs from the profile's; None if it fits."""
         return next((name for name, value in self.of.items() if value != asked[name]), None)
 
     def checked(self, asked: Mapping[str, Any]) -> Profile:
-        """Itself where it fits the question, else InputError."""
+        """Return the profile if it fits the question; raises InputError otherwise."""
         name = self.differs(asked)
         if name is not None:
             flag = (OF | _MAY)[name]
@@ -60,7 +60,7 @@ class Profile:
         return self
 
     def lookup(self, term: str, *, batch: float, ep: int = 0) -> Quantity | None:
-        """The measured time, or one extrapolated from it; None where nothing was measured for this ep."""
+        """Return the measured time, or one extrapolated from it; None if nothing was measured for this ep."""
         known = self.points.get(term, {}).get(ep)
         if not known:
             return None
@@ -77,13 +77,13 @@ class Profile:
 
 
 def shipped(asked: Mapping[str, Any], folder: Path | None = None) -> Profile:
-    """The profile of the package that fits a question; an empty one where none does."""
+    """Return the package's profile that fits a question; an empty profile if none does."""
     files = sorted((folder or Path(__file__).with_name("profiles")).glob("*.json"))
     return next((found for found in map(load, files) if found.differs(asked) is None), Profile())
 
 
 def load(path: str | Path) -> Profile:
-    """Reads a profile; raises InputError that names --profile, the term and what was expected."""
+    """Read a profile; raises InputError that names --profile, the term and what was expected."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ class Volumes:
 
 
 def volumes(strategy: Strategy, *, b: int, k: int, p: int, x: int, y: int = 1) -> Volumes:
-    """Table 1 for a server of m = x * y GPUs; DP, PP and EP use m alone."""
+    """Compute Table 1 for a server of m = x * y GPUs; DP, PP and EP use m alone."""
     for name, value in (("b", b), ("k", k), ("p", p), ("x", x), ("y", y)):
         count(value, name, 1)
     if strategy == "dp":
@@ -50,14 +50,14 @@ def volumes(strategy: Strategy, *, b: int, k: int, p: int, x: int, y: int = 1) -
 
 
 def data_parallel(*, b: int, k: int, p: int, m: int) -> Volumes:
-    """Adapters spread over all GPUs: every client GPU may need every server GPU."""
+    """Compute data parallelism: adapters are spread over all GPUs; every client GPU may need every server GPU."""
     return Volumes(
         peer_volume=b * k / (p * m), peers_of_client=m, peers_of_server=p, compute_volume=b * k / m, sync_scope=m
     )
 
 
 def hybrid(*, b: int, k: int, p: int, x: int) -> Volumes:
-    """EPx-PPy, which does not depend on y: one stage of x GPUs serves a layer. PP is x = 1, EP is x = m."""
+    """Compute EPx-PPy. It does not depend on y: one stage of x GPUs serves a layer. PP is x = 1, EP is x = m."""
     return Volumes(
         peer_volume=b * k / max(p, x),
         peers_of_client=max(x / p, 1),

@@ -42,7 +42,7 @@ class Residual:
 
 
 def paper_model() -> StepModel:
-    """The set-up of appendix A.2.1; Zipf 1.2 and rank 64 as in section 6.1; the paper's wire."""
+    """Return the set-up of appendix A.2.1; Zipf 1.2 and rank 64 as in section 6.1; the paper's wire."""
     return StepModel(
         spec=PRESETS["mixtral-8x7b"],
         cluster=Cluster(gpu=GPUS["hopper-96"], gpus_per_node=4),

@@ -31,7 +31,7 @@ class Transport:
     host_us: float = 0.0
 
     def link_gbps(self, gpu: GpuSpec, nic_gbps: float, host_gb_per_s: float) -> float:
-        """Bandwidth of one GPU in one direction."""
+        """Return the bandwidth of one GPU in one direction."""
         rates = {
             "nic": nic_gbps,
             "nvlink": gpu.peer_gb_per_s * 8,

@@ -8,7 +8,7 @@ _PRECISION = 1e-9
 
 
 def settled_batch(tokens_per_us: float, step_us: Callable[[float], float], most: float) -> float:
-    """The batch B = tokens_per_us * step(B) that a rate keeps in flight; `most` where it would be that or more.
+    """Find the batch B = tokens_per_us * step(B) that a rate keeps in flight; `most` if it would be that or more.
 
     step(B) / B falls, so there is one at most: regula falsi on what is too little, with Illinois' halving.
     """

@@ -63,7 +63,7 @@ class Candidate:
 
 
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
-    """One layout against all constraints, the base model's first."""
+    """Check one layout against all constraints, the base model's first."""
     found = scenario.at(layout)
     slots, step_us = found.slots(layout), found.step_us(layout)
     load_us = visible_load_us(found.model, layout, step_us)
@@ -83,7 +83,7 @@ def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
 
 
 def accepted(scenario: Scenario, layout: Layout) -> bool:
-    """Whether it fails nothing; quicker than `evaluate` where it does."""
+    """Tell whether a layout meets every constraint; quicker than `evaluate` if it does not."""
     found = scenario.at(layout)
     step_us = found.step_us(layout)
     ttft_us = step_us + visible_load_us(found.model, layout, step_us)
@@ -120,7 +120,7 @@ def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
 
 
 def all_but_cache(scenario: Scenario) -> list[list[Candidate]]:
-    """Per GPU count the layouts that meet all but, perhaps, the model's cache test; counts without one are left out."""
+    """List per GPU count the layouts that meet all but perhaps the model's cache test, if there are any."""
     found = (
         [item for item in candidates(scenario, gpus) if set(item.failed) <= {"cache"}] for gpus in scenario.gpu_counts
     )

@@ -26,7 +26,7 @@ class LayoutChoice:
 
 
 def smallest(scenario: Scenario) -> LayoutChoice:
-    """The first GPU count with an accepted layout, and what kept the one before from it."""
+    """Find the smallest GPU count with an accepted layout, and the constraint that the count before it fails."""
     closest = None
     for gpus in scenario.gpu_counts:
         found = candidates(scenario, gpus)
@@ -46,7 +46,7 @@ def smallest(scenario: Scenario) -> LayoutChoice:
 
 
 def _closer(larger: Candidate, closest: Candidate) -> bool:
-    """Fails less, or as much of what more GPUs may help with."""
+    """Tell whether `larger` comes closer: it fails less, or as much of what more GPUs can help with."""
     return len(larger.failed) < len(closest.failed) or (
         len(larger.failed) == len(closest.failed) and not set(closest.failed) <= _ENGINES
     )

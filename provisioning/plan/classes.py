@@ -97,7 +97,7 @@ def _matching(pattern: str, names: list[str], where: str) -> list[int]:
 
 
 def ttft_s(classes: tuple[SloClass, ...], num_adapters: int) -> Floats:
-    """The TTFT SLO of each adapter."""
+    """Return the TTFT SLO of each adapter."""
     each_N: Floats = np.zeros(num_adapters)
     for one in classes:
         each_N[one.members] = one.slo.ttft_us * 1e-6

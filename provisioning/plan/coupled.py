@@ -66,10 +66,10 @@ class Coupled:
 
 
 def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Coupled:
-    """The coupled system on as many GPUs as the plan and its instances take; simulated if seeds > 0.
+    """Evaluate the coupled system on as many GPUs as the plan and its instances take; simulated if seeds > 0.
 
-    Its load is the plan's requests/s: with another step, as many requests in flight would be another rate. Where there
-    is no plan, it is as many in flight.
+    Its load is the plan's requests/s, since the same number in flight would be another rate at another step. Without a
+    plan it has the same number in flight.
     """
     gpus, each = candidate.all_gpus, scenario.model.instance_gpus
     instances = max(gpus // each, 1)
@@ -146,7 +146,7 @@ def _system(scenario: Scenario, instances: int, split: Split, step_us: float) ->
 
 
 def _fewest(scenario: Scenario, instances: int, found: Coupled, seeds: int, say: Callable[[str], None]) -> int | None:
-    """The fewest instances that do: below what was found to do by the model, above what was not as `found` was."""
+    """Find the fewest instances that suffice: below `instances` by the model, above it as `found` was judged."""
 
     def does(number: int) -> bool:
         return coupled(scenario, number, seeds, say).holds

@@ -22,7 +22,7 @@ _INSTANCE_GPUS = {
 
 
 def model_spec(name: str) -> specs.ModelSpec:
-    """A preset or a directory with a config.json."""
+    """Read a model's geometry: a preset, or a directory with a config.json."""
     try:
         return specs.load(name)
     except ConfigError as error:
@@ -37,7 +37,7 @@ def one_of(flag: str, given: str, *known: str) -> str:
 
 
 def split_of(text: str) -> float | None:
-    """The share of the memory for adapters; None where it is to be searched."""
+    """Parse the share of the memory for adapters; None if it is to be searched."""
     if text in ("tuned", "paper"):
         return None if text == "tuned" else 0.5
     try:
@@ -48,7 +48,7 @@ def split_of(text: str) -> float | None:
 
 
 def instance_gpus(given: int | None, geometry: specs.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
-    """GPUs of an LLM instance: as given, or the paper's, or the fewest that hold the weights."""
+    """Return the GPUs of an LLM instance: as given, or the paper's, or the fewest that hold the weights."""
     needed = memory.smallest_instance(geometry, cluster, dtype)
     if needed > MOST_GPUS:
         raise InputError(

@@ -43,13 +43,13 @@ Serve = Callable[[Scenario], Point | None]
 
 
 def at_sizes(serve: Serve, scenario: Scenario, sizes: Sequence[int]) -> Point | None:
-    """The cheapest of all sizes of an instance; None where none does."""
+    """Find the cheapest over all sizes of an instance; None if no size serves the load."""
     found = (serve(replace(scenario, model=replace(scenario.model, instance_gpus=size))) for size in sizes)
     return min((point for point in found if point), key=lambda point: point.gpus, default=None)
 
 
 def disaggregated(scenario: Scenario) -> Point | None:
-    """Instances and a LoRA Server."""
+    """Size instances with a LoRA Server."""
     chosen = smallest(sized(scenario)).chosen
     if chosen is None:
         return None
@@ -70,7 +70,7 @@ def narrow_wire(scenario: Scenario) -> Point | None:
 
 
 def apart(scenario: Scenario) -> Point | None:
-    """Coupled: the fewest instances, by doubling and bisection."""
+    """Size coupled instances: find the fewest by doubling and bisection."""
     low, high = 0, max(base_instances(scenario), 1)
     while not coupled(scenario, high).holds:
         if high >= _MOST_COUPLED:
@@ -122,7 +122,7 @@ def _merged(scenario: Scenario, num: int) -> Point | None:
 
 
 def _part(scenario: Scenario, index: Ints) -> Scenario:
-    """The calls of some adapters alone, at their share of the rate."""
+    """Return the question for the calls of some adapters alone, at their share of the rate."""
     workload = scenario.workload
     share = float(workload.popularity[index].sum())
     popularity = workload.popularity[index] / share
@@ -156,7 +156,7 @@ def front(line: str, scenario: Scenario, factors: Sequence[float], sizes: Sequen
 
 
 def within(line: str, scenario: Scenario, budget: int, sizes: Sequence[int]) -> Point | None:
-    """The highest rate, to 2 %, that so many GPUs serve."""
+    """Find the highest rate, to 2 %, that `budget` GPUs serve."""
 
     def fits(factor: float) -> Point | None:
         point = at_sizes(LINES[line], scenario.scaled(factor), sizes)

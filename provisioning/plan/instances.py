@@ -52,7 +52,7 @@ def base_instances(scenario: Scenario) -> int:
 
 
 def _first_accepted(scenario: Scenario, fewest: int) -> int | None:
-    """The first number of instances with which there is a plan, sought by doubling and bisection."""
+    """Find, by doubling and bisection, the first number of instances with which there is a plan."""
     low, high = fewest - 1, fewest
     while not _server(scenario, high):
         if high >= _MOST_TIMES * fewest:
@@ -65,7 +65,7 @@ def _first_accepted(scenario: Scenario, fewest: int) -> int | None:
 
 
 def _server(scenario: Scenario, instances: int) -> int:
-    """The fewest GPUs of a LoRA Server for so many instances, 0 where there is none."""
+    """Return the fewest GPUs of a LoRA Server for so many instances; 0 if no server serves them."""
     asked = replace(scenario, instances=instances)
     for gpus in asked.gpu_counts:
         if any(accepted(asked, layout) for layout in memory.layouts(asked.model.spec, gpus)):

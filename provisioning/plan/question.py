@@ -38,7 +38,7 @@ def _curve(workload: Workload, global_batch: float) -> Floats:
 
 @lru_cache(maxsize=64)
 def _owners(workload: Workload, instances: int) -> Ints:
-    """Adapter -> instance, where adapters belong to instances."""
+    """Map each adapter to its instance, where adapters belong to instances."""
     return assign_greedily(workload.in_flight, instances)
 
 
@@ -83,7 +83,7 @@ class Scenario:
         )
 
     def scaled(self, factor: float) -> Scenario:
-        """Multiply the load."""
+        """Return the question with the load multiplied by a factor."""
         rate = None if self.request_rate is None else self.request_rate * factor
         return replace(self, request_rate=rate, global_batch=self.global_batch * factor, busiest_batch=None)
 
@@ -93,7 +93,7 @@ class Scenario:
         return (self.request_rate or 0.0) * self.workload.lengths.mean_tokens * 1e-6
 
     def rate(self, step_us: float) -> float:
-        """Requests/s with this step: what was asked for, or what LB in flight makes."""
+        """Return the requests/s with this step: the rate asked for, or the rate that LB requests in flight make."""
         return self.request_rate or self.global_batch / (self.workload.lengths.mean_tokens * step_us * 1e-6)
 
     def at(self, layout: Layout) -> Scenario:
@@ -154,11 +154,11 @@ class Scenario:
         return max(int(np.argmax(self.curve >= self.iar_target)), 1)
 
     def iar(self, cache_slots: int) -> float:
-        """`offered` at what a layout holds; more slots than adapters are of no use."""
+        """Compute `offered` at a layout's slots; slots beyond the number of adapters are ignored."""
         return float(self.curve[min(cache_slots, self.workload.num_adapters)])
 
     def limit(self, layout: Layout) -> Budget:
-        """Right sides of Eq. 5 and 6."""
+        """Compute the right sides of Eq. 5 and 6."""
         return budget(self.model, self.busiest, self.slo.tpot_us, layout.ep)
 
     def lora(self, layout: Layout) -> Latency:
@@ -172,7 +172,7 @@ class Scenario:
         return {}
 
     def busy_us(self, layout: Layout) -> float:
-        """Left side of Eq. 6, of instances that are equally busy: no other split of the load takes longer."""
+        """Compute the left side of Eq. 6 for equally busy instances: no other split of the load takes longer."""
         shared = self.busiest_batch is None and self.busiest_model is self.model
         latency = self.served(layout) if shared else self.model.served(self.batch, layout)
         return served_us(latency, layout, self.model.spec.layers, self.instances, self.eq6)
@@ -193,7 +193,7 @@ class Scenario:
         return self._busiest_step_us(self.busiest, layout, self.busy_us(layout))
 
     def mean_step_us(self, layout: Layout) -> float:
-        """Step of an instance with B requests."""
+        """Compute the step of an instance with B requests."""
         return self._mean_step_us(self.batch, layout)
 
     @property
@@ -213,11 +213,11 @@ class Scenario:
         return memory.requests_in(self.model.free_bytes, self.model.spec, self.model.context_tokens)
 
     def adapter_bytes(self, layout: Layout) -> int:
-        """Bytes of a slot on the fullest shard."""
+        """Return the bytes of a slot on the fullest shard."""
         model = self.model
         return memory.fullest_shard_bytes(model.spec, layout, model.lora_rank, model.shared_a)
 
     def slots(self, layout: Layout) -> int:
-        """M: adapters that a layout holds."""
+        """Return M, the number of adapters that a layout holds."""
         model = self.model
         return memory.cache_slots(model.spec, layout, model.cluster, model.lora_rank, model.shared_a)

@@ -29,7 +29,7 @@ _MOST = 1e9  # of what has no limit of its own: nothing that exists comes near i
 
 
 def workload(flags: WorkloadFlags, seed: int = 0, window: float | None = None) -> Workload:
-    """Popularity, lengths, burstiness and load over time from --adapters and --zipf, --counts or --trace."""
+    """Read popularity, lengths, burstiness and load over time from --adapters and --zipf, --counts or --trace."""
     if window is not None and flags.trace is None:
         raise InputError("--window: only a trace has a load over time; give --trace too, or leave it out")
     if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
@@ -103,7 +103,7 @@ def load(flags: PlanFlags, found: Workload, objective: slo.Slo) -> Load:
 
 
 def _cluster(flags: PlanFlags, transport: Transport) -> Cluster:
-    """The machines; --link-gbps is the NICs' where it is not given, or what the transport has in their place."""
+    """Make the cluster. Without --link-gbps the link is the NICs', or what the transport uses in their place."""
     gpu = gpu_named(flags.gpu, flags.gpu_memory_gib)
     host_link = positive(flags.host_link_gb_per_s, "--host-link-gb-per-s")
     own_gbps = transport.link_gbps(gpu, Cluster(gpu=gpu).link_gbps, host_link)
@@ -116,14 +116,14 @@ def _cluster(flags: PlanFlags, transport: Transport) -> Cluster:
 
 
 def _profile(flags: PlanFlags, asked: Mapping[str, Any]) -> Profile:
-    """The given one, which must be of what is asked; else one of the package that is."""
+    """Return the given profile, which must fit what is asked, or else one of the package's that does."""
     if flags.profile is None:
         return profiles.shipped(asked)
     return profiles.load(flags.profile).checked(asked)
 
 
 def _prompt_tokens(flags: PlanFlags, found: Workload) -> tuple[float, str]:
-    """(of a request on average, by what). The mean context has half of the output in it."""
+    """Return (mean prompt tokens of a request, their source). The mean context includes half of the output."""
     if flags.prompt_tokens is not None:
         return non_negative(flags.prompt_tokens, "--prompt-tokens", MOST_TOKENS), "by --prompt-tokens"
     if found.trace is not None and found.trace.input_tokens is not None:
@@ -133,7 +133,7 @@ def _prompt_tokens(flags: PlanFlags, found: Workload) -> tuple[float, str]:
 
 
 def scenario(flags: PlanFlags) -> Scenario:
-    """The planner's question; raises InputError with one line that names the flag."""
+    """Make the planner's question from flags; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
     dtype = BASE_DTYPES[one_of("--base-dtype", flags.base_dtype, *BASE_DTYPES)]
     library = None if flags.from_adapters is None else read_library(flags.from_adapters)

@@ -33,12 +33,12 @@ class QuestionVariant:
     binding_constraint: str
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the variant as plain values."""
         return asdict(self)
 
 
 def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[QuestionVariant]:
-    """GPUs +-1, one GPU lost, N, s, rank, batch and link; where nothing is feasible, also what is asked for itself.
+    """Vary the question: GPUs +-1, one GPU lost, N, s, rank, batch and link; if nothing is feasible, also the demands.
 
     `chosen` is then the layout that came closest, and a variant with `gpus` is one that would have a plan.
     """
@@ -54,7 +54,7 @@ def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True)
 
 
 def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float:
-    """The largest factor on the load, to 1 %, at which the planned layout still meets everything by the model."""
+    """Find the largest factor on the load, to 1 %, at which the planned layout still meets everything by the model."""
     low, high = 1.0, most
     while high / low > 1.01:
         factor = (low * high) ** 0.5

@@ -26,7 +26,7 @@ class Slo:
 
 
 def parse(text: str) -> Slo:
-    """Both objectives, in any order; raises InputError naming --slo."""
+    """Parse both objectives, in any order; raises InputError naming --slo."""
     values: dict[str, float] = {}
     percentile = 0.0
     for part in filter(None, (piece.strip() for piece in text.split(","))):

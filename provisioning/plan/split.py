@@ -29,7 +29,7 @@ class Split:
 
 
 def splits(scenario: Scenario, instances: int) -> list[Split]:
-    """The one that was asked for, or all that differ by an adapter: the best first."""
+    """List the split that was asked for, or all splits that differ by an adapter, the best first."""
     model, free = scenario.model, scenario.model.free_bytes
     adapter = memory.adapter_bytes(model.spec, model.lora_rank, model.shared_a)
     if scenario.coupled_split is not None:
@@ -45,7 +45,8 @@ def splits(scenario: Scenario, instances: int) -> list[Split]:
 
 
 def _split(scenario: Scenario, instances: int, share: float) -> Split:
-    """Admitted: the adapter has a slot, and the batch of its instance room, of a Poisson number of requests."""
+    """Evaluate a split. A request is admitted if its adapter has a slot and its instance's batch has room; the batch
+    has a Poisson number of requests."""
     from scipy.special import pdtr  # slow to import, and of no use in an infeasible question
 
     model, free = scenario.model, scenario.model.free_bytes
@@ -65,7 +66,7 @@ def _split(scenario: Scenario, instances: int, share: float) -> Split:
 
 @lru_cache(maxsize=8)
 def _curves(workload: Workload, instances: int, global_batch: float) -> tuple[Floats, Floats, list[Floats]]:
-    """Per instance that has any: its share of the calls, its requests in flight, and `offered` of its own adapters."""
+    """Return of each instance with calls: its share of them, its requests in flight, `offered` of its own adapters."""
     owner = assign_greedily(workload.in_flight, instances)
     shares, loads, curves = [], [], []
     for instance in np.unique(owner):

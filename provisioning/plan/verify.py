@@ -24,7 +24,7 @@ _MOST_INSTANCES = 100_000  # that are simulated: more than there are requests in
 
 
 def disaggregated(candidate: Candidate) -> System:
-    """The LoRA Server of a layout, shared by all instances."""
+    """Make the simulated system of a layout: a LoRA Server that all instances share."""
     scenario = candidate.scenario
     apart = scenario.dispatch == "by-adapter"
     return System(
@@ -70,7 +70,7 @@ class Verified:
 
 
 def verify(scenario: Scenario, choice: LayoutChoice, seeds: int, say: Callable[[str], None] = silent) -> Verified:
-    """The smallest plan that the simulation bears out, sought from the model's."""
+    """Find the smallest plan that the simulation confirms, beginning with the model's."""
     fine, model = scenario.iar_target > 1 - _FINEST, choice.chosen
     if model is None and fine:
         return Verified(choice=choice, verdict=None)
@@ -173,7 +173,7 @@ class Search:
 
 
 def _speed(item: Candidate) -> tuple[int, float, float, int]:
-    """The fastest first, of those that the model accepts before others."""
+    """Return a key that sorts candidates: those that the model accepts first, then by speed."""
     return len(item.failed), item.step_us, item.latency.total, -item.slots
 
 
@@ -182,7 +182,7 @@ def _slots(item: Candidate) -> int:
 
 
 def _worth(item: Candidate) -> tuple[int, float, int]:
-    """Rises with what a layout offers."""
+    """Return a key that rises with what a layout offers."""
     return _slots(item), -item.mean_step_us, -item.gpus
 
 

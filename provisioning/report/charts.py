@@ -16,7 +16,7 @@ Draw = Callable[[Any, Result], None]
 
 
 def png(draw: Draw, result: Result) -> bytes:
-    """One plot."""
+    """Draw one plot as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")  # small, so that its text can be read on a phone
@@ -29,7 +29,7 @@ def png(draw: Draw, result: Result) -> bytes:
 
 
 def iar_over_slots(axes: Any, result: Result) -> None:
-    """`offered` for every M, the target, M* and the plan."""
+    """Plot `offered` for every M, the target, M* and the plan."""
     scenario, candidate = result.scenario, result.candidate
     axes.plot(scenario.curve, label="offered (model)")
     axes.axhline(scenario.iar_target, color="grey", linestyle=":", label=f"target {scenario.iar_target:g}")
@@ -46,7 +46,7 @@ def iar_over_slots(axes: Any, result: Result) -> None:
 
 
 def region(axes: Any, result: Result) -> None:
-    """Slots that each GPU count offers, and which layouts meet everything."""
+    """Plot the slots that each GPU count offers, and the layouts that meet everything."""
     scenario = result.scenario
     most = min(max(2 * result.candidate.gpus, 8), scenario.max_gpus)
     for gpus in range(1, most + 1):
@@ -61,7 +61,7 @@ def region(axes: Any, result: Result) -> None:
 
 
 def latency_stack(axes: Any, result: Result) -> None:
-    """Receive, compute and send per layout of the plan's GPU count, against Eq. 5."""
+    """Plot receive, compute and send per layout of the plan's GPU count, against Eq. 5."""
     scenario = result.scenario
     found = sorted(candidates(result.asked, result.candidate.gpus), key=lambda item: item.layout.ep)
     names = [str(item.layout) for item in found]
@@ -77,7 +77,7 @@ def latency_stack(axes: Any, result: Result) -> None:
 
 
 def coupled_bars(axes: Any, result: Result) -> None:
-    """Immediate rate and adapters within the SLO, this plan and coupled on the same GPUs."""
+    """Plot the immediate rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
     names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.split.iar]]
     if verdict is not None and coupled.verdict is not None:
@@ -93,7 +93,7 @@ def coupled_bars(axes: Any, result: Result) -> None:
 
 
 def ttft_cdf(axes: Any, result: Result) -> None:
-    """Simulated TTFT of all seeds."""
+    """Plot the simulated TTFT of all seeds."""
     pairs = [("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict)]
     for label, verdict in pairs:
         if verdict is not None:
@@ -125,7 +125,7 @@ def load_over_time(axes: Any, result: Result) -> None:
 
 
 def charts(result: Result) -> tuple[tuple[str, Draw], ...]:
-    """(title, plot) of what there is to show."""
+    """List (title, plot) of the plots that the result has data for."""
     if result.scenario.workload.over_time is None:
         return CHARTS
     return (("Load over time", load_over_time), *CHARTS)

@@ -12,7 +12,7 @@ from provisioning.report.result import Result
 
 
 def by_class(result: Result) -> list[ClassOutcome]:
-    """Empty without --classes."""
+    """Return the outcome of each SLO class; empty without --classes."""
     candidate, verdict = result.candidate, result.verified.verdict
     in_time = None if verdict is None else verdict.in_time
     found = served(result.asked.classes, result.asked.workload, candidate.step_us, candidate.load_us, in_time)
@@ -20,7 +20,7 @@ def by_class(result: Result) -> list[ClassOutcome]:
 
 
 def sentences(result: Result) -> Iterator[str]:
-    """A line for each class: met, or what fails and by how much."""
+    """Yield a line for each class: met, or what fails and by how much."""
     candidate = result.candidate
     for one in by_class(result):
         who = f"Class {one.name}, {words.count(one.adapters, 'adapter')}"
@@ -37,5 +37,5 @@ def sentences(result: Result) -> Iterator[str]:
 
 
 def as_json(result: Result) -> list[dict[str, Any]]:
-    """Plain values."""
+    """Return the outcomes as plain values."""
     return [asdict(one) for one in by_class(result)]

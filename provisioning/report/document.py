@@ -16,7 +16,7 @@ from provisioning.report.serve_file import unmet
 
 
 def document(result: Result) -> dict[str, Any]:
-    """The documented keys; those of a plan are null where there is none."""
+    """Make the JSON document with the documented keys; those of a plan are null if there is none."""
     scenario, candidate, feasible = result.scenario, result.candidate, result.feasible
     layout = {"ep": candidate.layout.ep, "pp": candidate.layout.pp}
     return {
@@ -59,7 +59,7 @@ def document(result: Result) -> dict[str, Any]:
 
 
 def _load(result: Result) -> dict[str, Any]:
-    """`batch` and `global_batch` are means over time, as they are asked for; at the peak they are in `peak`."""
+    """Describe the load: `batch` and `global_batch` are means over time, as asked for; `peak` has those of the peak."""
     scenario = result.scenario
     mean, over_time = 1 / scenario.workload.peak, scenario.workload.over_time
     return {
@@ -162,7 +162,7 @@ def _simulation(result: Result) -> dict[str, Any]:
 
 
 def trial_json(item: Trial) -> dict[str, Any]:
-    """A layout that was given up."""
+    """Describe a layout that the simulation refuted."""
     return {
         "gpus": item.candidate.gpus,
         "layout": str(item.candidate.layout),

@@ -31,7 +31,7 @@ def trace(result: Result) -> str:
 
 
 def commands(result: Result) -> str:
-    """A server with the plan, and as many vLLMs as the plan has instances, each to be sent an equal share."""
+    """Write the commands for a server with the plan and its vLLM instances, each of which is sent an equal share."""
     return "".join(f"{line}\n" for line in _commands(result))
 
 

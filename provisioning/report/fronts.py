@@ -57,7 +57,7 @@ class Comparison:
         return f"Cheapest for {rate} requests/s: {lines}, {gpus}{cost}."
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the comparison as plain values."""
         return {"answer": self.answer, **asdict(self), "notes": list(NOTES)}
 
 
@@ -79,7 +79,7 @@ def chosen(found: Comparison) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def plot(found: Comparison, kind: str) -> bytes:
-    """GPUs over rate, a line each; `kind` is svg or png."""
+    """Plot GPUs over rate, one line per system; `kind` is svg or png."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
@@ -101,7 +101,7 @@ def plot(found: Comparison, kind: str) -> bytes:
 
 
 def html(found: Comparison) -> str:
-    """The page."""
+    """Render the comparison as an HTML page."""
     lines: Sequence[str] = tuple(found.fronts)
     body = [
         f'<p class="note">{escape(found.question)}</p>',

@@ -26,7 +26,7 @@ img{max-width:100%;height:auto;background:#fff;border-radius:6px}.note{color:var
 
 
 def html(result: Result) -> str:
-    """The report as text."""
+    """Render the report as the text of an HTML page."""
     body = [
         f'<p class="note">{escape(question(result))}</p>',
         f"<h1>{escape(headline(result))}</h1>",
@@ -59,7 +59,7 @@ def html(result: Result) -> str:
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A document of its own; `body` is HTML."""
+    """Make a complete HTML document; `body` is HTML."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -68,7 +68,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def picture(title: str, png: bytes) -> str:
-    """A plot under its title."""
+    """Make a plot under its title."""
     data = base64.b64encode(png).decode()
     return f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">'
 
@@ -78,7 +78,7 @@ def _value(entry: PlanInput) -> str:
 
 
 def table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> str:
-    """Scrolls within itself where it is wider than the page."""
+    """Make a table, which scrolls within itself if it is wider than the page."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
     return f'<div class="wide"><table><tr>{cells}</tr>{body}</table></div>'

@@ -36,7 +36,7 @@ def sentence(result: Result) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Plain values; those of the server's links are null where other instances compute prompts."""
+    """Return plain values; those of the server's links are null if other instances compute prompts."""
     scenario = result.scenario
     found: dict[str, Any] = {"tokens": scenario.prompt_tokens, "source": scenario.prompts_by}
     if scenario.prefill == "apart":
@@ -57,7 +57,7 @@ def _share(result: Result) -> float:
 
 
 def _gb_per_s(result: Result) -> tuple[float, float, float]:
-    """(to the server, back, what its links carry each way)."""
+    """Compute (GB/s to the server, back, and what its links carry each way)."""
     scenario, candidate = result.scenario, result.candidate
     prompt = scenario.model.prompt(candidate.layout.ep)
     per_us = scenario.rate(candidate.mean_step_us) * scenario.model.prompt_tokens * scenario.model.spec.layers * 1e-6

@@ -21,7 +21,7 @@ class PlanInput:
     source: str
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the provenance as plain values."""
         return asdict(self)
 
 

@@ -11,7 +11,7 @@ from provisioning.report.result import Result
 
 
 def question(result: Result) -> str:
-    """One line: what was asked."""
+    """Say in one line what was asked."""
     scenario, workload = result.scenario, result.scenario.workload
     model, slo = scenario.model, scenario.slo
     adapters, instances = words.count(workload.num_adapters, "adapter"), words.count(scenario.instances, "instance")
@@ -31,7 +31,7 @@ def question(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """One line: the answer."""
+    """Give the answer in one line."""
     scenario, candidate, choice = result.scenario, result.candidate, result.verified.choice
     if not result.feasible:
         return (
@@ -49,7 +49,7 @@ def headline(result: Result) -> str:
 
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:
-    """(what, value, limit or remark) of the plan."""
+    """Build (what, value, limit or remark) rows of the plan."""
     scenario, candidate = result.scenario, result.candidate
     latency, limit, model = candidate.latency, scenario.limit(candidate.layout), scenario.model
     num = scenario.workload.num_adapters
@@ -95,7 +95,7 @@ def remarks(result: Result) -> Iterator[str]:
 
 
 def load_over_time(result: Result) -> Iterator[str]:
-    """The load of a trace, and whether the plan is sized for a peak of it."""
+    """Describe the load of a trace, and say whether the plan is sized for its peak."""
     found = result.scenario.workload.over_time
     if found is None:
         return
@@ -134,7 +134,7 @@ def _band(result: Result) -> Iterator[tuple[str, str, str]]:
 
 
 def worst_served(result: Result) -> Iterator[str]:
-    """The adapters with the smallest share of requests in time, by name, where it is below the target."""
+    """Name the adapters with the smallest share of requests in time, if it is below the target."""
     verdict, workload = result.verified.verdict, result.scenario.workload
     worst = verdict.worst_served() if verdict is not None else []
     if worst:

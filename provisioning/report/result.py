@@ -134,7 +134,7 @@ def answer(
     command: str = "",
     say: Callable[[str], None] = silent,
 ) -> Result:
-    """Plans, simulates (unless seeds is 0), compares with coupled and varies the question; says what it is at."""
+    """Plan, simulate (unless seeds is 0), compare with coupled and vary the question; `say` hears of progress."""
     say("modelling")
     scenario = sized(scenario)
     choice = smallest(scenario)

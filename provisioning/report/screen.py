@@ -22,7 +22,7 @@ def console() -> Console:
 
 
 def table(*headings: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Without lines; columns that are named in `numbers` are aligned to the right."""
+    """Make a table without lines; columns named in `numbers` are aligned to the right."""
     made = Table(box=None, pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
@@ -30,7 +30,7 @@ def table(*headings: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def print_plan(result: Result, on: Console) -> None:
-    """Question, answer, whether it is worth it, constraints, refutations, sensitivity, cost, notes."""
+    """Print question, answer, whether it is worth it, constraints, refutations, sensitivity, cost, notes."""
     on.print(render.question(result))
     on.print(render.headline(result), style="bold" if result.feasible else "bold red")
     on.print(result.worth, style="green" if result.feasible and result.worth_it else "yellow")

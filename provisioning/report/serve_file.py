@@ -15,7 +15,7 @@ _ROWS = 256  # a message's rows come in multiples of this
 
 
 def plan_yaml(result: Result) -> str:
-    """Keys that `lora-server serve --config` knows; everything else is a comment."""
+    """Write the file for `lora-server serve --config`: the keys that it knows, and everything else as comments."""
     import yaml
 
     comments = [
@@ -93,7 +93,7 @@ def _elsewhere(result: Result) -> int:
 
 
 def _message_rows(result: Result) -> int:
-    """Rows times experts of a step of the busiest instance, in one message as modelled; now and then there are more."""
+    """Compute rows times experts of the busiest instance's steps, up to three sigma above the mean; few have more."""
     busiest, top_k = result.scenario.busiest, result.scenario.model.spec.top_k
     entries = math.ceil(busiest + 3 * math.sqrt(busiest)) * top_k
     return min(-(-entries // _ROWS) * _ROWS, 65536)

@@ -9,7 +9,7 @@ from provisioning.report.result import Result
 
 
 def changes(result: Result) -> Iterator[tuple[str, str, str, str, str]]:
-    """(if, GPUs, layout, IAR of this layout, whether it meets all, by the model) of each variant."""
+    """List (if, GPUs, layout, IAR of this layout, whether it meets all, by the model) of each variant."""
     for item in result.variants:
         own = "" if item.instances == result.scenario.instances else f" + {item.instances:,} inst."
         met = "yes" if item.meets_at_plan else f"no: {item.binding_constraint.replace(',', ', ')}"
@@ -18,13 +18,13 @@ def changes(result: Result) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def costs(result: Result) -> Iterator[tuple[str, str]]:
-    """(what, amount)."""
+    """List (what, amount) of the costs."""
     for name, value in (result.cost() or {}).items():
         yield name.replace("_", " ").replace("lora server", "LoRA Server").replace("gpu", "GPU"), words.number(value)
 
 
 def sides(result: Result) -> Iterator[tuple[str, str, str]]:
-    """(what, with a LoRA Server, coupled on as many GPUs): what both hold, admit and cost."""
+    """List (what, with a LoRA Server, coupled on as many GPUs): what both hold, admit and cost."""
     scenario, candidate, coupled = result.scenario, result.candidate, result.coupled
     yield (
         "GPUs",

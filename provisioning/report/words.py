@@ -14,7 +14,7 @@ _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Whole from 1,000 on, below it this many significant digits: 21,900; 8.555; 0.4946; 512."""
+    """Format a number: whole from 1,000 on, below it this many significant digits: 21,900; 8.555; 0.4946; 512."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
@@ -41,18 +41,18 @@ def rate(share: Estimate) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """1.69 GiB."""
+    """Format a number of bytes, as 1.69 GiB."""
     scale, unit = _scale(num_bytes, _BYTES)
     return f"{number(num_bytes / scale)} {unit}"
 
 
 def count(value: int, noun: str) -> str:
-    """1 GPU, 2 GPUs."""
+    """Format a count of things, as 1 GPU, 2 GPUs."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def sparkline(values: Sequence[float], columns: int = 48) -> str:
-    """A line of blocks, the highest value full; of many values, the highest of each column."""
+    """Draw values as a line of blocks, the highest value full; a column shows the highest of its values."""
     step = max(math.ceil(len(values) / columns), 1)
     highest = [max(values[start : start + step]) for start in range(0, len(values), step)]
     top = max(highest) or 1.0
@@ -60,7 +60,7 @@ def sparkline(values: Sequence[float], columns: int = 48) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Since the start of a trace: 90 s, 12.5 min, 6.25 h, 3.5 days."""
+    """Format a time since the start of a trace: 90 s, 12.5 min, 6.25 h, 3.5 days."""
     size, unit = next(pair for pair in _SPANS if seconds >= 2 * pair[0] or pair[0] == 1)
     return f"{number(seconds / size, 3)} {unit}"
 

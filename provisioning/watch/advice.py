@@ -80,12 +80,12 @@ def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
 
 
 def now(measured: Measured, plan: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Advice:
-    """GPUs for the measured load; simulated if seeds > 0."""
+    """Plan GPUs for the measured load; simulated if seeds > 0."""
     return _advised(_at(plan.scenario, measured), seeds, say)
 
 
 def corrected(measured: Measured, plan: Candidate) -> tuple[float, Advice] | None:
-    """(the factor on compute, the GPUs by the model) where the shards served enough steps to say so."""
+    """Return (the factor on compute, the GPUs by the model) if the shards served enough steps to tell."""
     row = next(row for row in compared(measured, plan) if row.what == "compute of a step")
     if row.factor is None or measured.shards["steps"] < _FEW_STEPS:
         return None
@@ -123,7 +123,7 @@ def _advised(scenario: Scenario, seeds: int, say: Callable[[str], None] = silent
 
 
 def _slower(scenario: Scenario, factor: float) -> Profile:
-    """The model's own compute times, all longer by one factor, at as many batches as make lines of its curve."""
+    """Make a profile of the model's own compute times, all longer by one factor, at enough batches for its curve."""
     model = scenario.model
     points = {
         ep: [(batch, factor * model.lora(batch, Layout(ep, 1)).compute.value) for batch in _BATCHES]

@@ -58,7 +58,7 @@ class Measured:
         return self.at_once / self.admitted if self.admitted else math.nan
 
     def per_step_us(self, name: str) -> float:
-        """`compute` or `wait` of a step on its shard; NaN where there was none."""
+        """Return the mean `compute` or `wait` of a step on its shard; NaN if there was no step."""
         steps = self.shards["steps"]
         return self.shards[f"{name}_seconds"] / steps * 1e6 if steps else math.nan
 
@@ -69,7 +69,7 @@ class Measured:
         return sorted(own, key=lambda name: -self.holds[name][0])
 
     def workload(self, lengths: Lengths) -> Workload:
-        """Popularity and presence; what `(other)` had is even over those without a line, which asks for most slots.
+        """Derive popularity and presence. Adapters without a line share the calls of `(other)` evenly: the worst case.
 
         A server sees no output lengths, but for how long adapters are held: `lengths` stand for the mean.
         """
@@ -86,7 +86,7 @@ class Measured:
 
 
 def between(scrapes: Sequence[Scrape]) -> Measured:
-    """The sum of what happened from the first to the last; of one scrape, since the server's start."""
+    """Sum the counts from the first scrape to the last; with one scrape, since the server's start."""
     if len(scrapes) == 1:
         return _since(None, scrapes[0])
     return _summed([_since(*pair) for pair in pairwise(scrapes)])

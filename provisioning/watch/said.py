@@ -9,7 +9,7 @@ from provisioning.report.glossary import POINTER
 
 
 def print_watch(found: dict[str, Any]) -> None:
-    """Measured beside planned, the GPUs, and the advice."""
+    """Print measured beside planned, the GPUs, and the advice."""
     on = screen.console()
     over = "since the server's start" if found["seconds"] is None else f"over {words.moment(found['seconds'])}"
     on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'scrape')}.")

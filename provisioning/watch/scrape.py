@@ -44,7 +44,7 @@ class Scrape:
 
 
 def fetched(server: str) -> str:
-    """The text that HOST:PORT has at /metrics, under a heading with the time; raises InputError."""
+    """Fetch the text that HOST:PORT has at /metrics, under a heading with the time; raises InputError."""
     where = f"--server: {server}"
     if not re.fullmatch(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", server):
         raise InputError(f"{where}: expected HOST:PORT of the server's --http, such as 127.0.0.1:7401")
@@ -63,7 +63,7 @@ def fetched(server: str) -> str:
 
 
 def recorded(file: Path, text: str) -> None:
-    """Appends a scrape; raises InputError."""
+    """Append a scrape to a file; raises InputError."""
     try:
         with file.open("a", encoding="utf-8") as stream:
             stream.write(text)
@@ -72,7 +72,7 @@ def recorded(file: Path, text: str) -> None:
 
 
 def read(file: Path) -> str:
-    """A file of scrapes; raises InputError."""
+    """Read a file of scrapes; raises InputError."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

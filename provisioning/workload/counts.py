@@ -20,7 +20,7 @@ _Row = tuple[str, float, float | None]  # name, empty where there is none; calls
 
 
 def read_counts(path: str | Path) -> Workload:
-    """Popularity, and the adapters' mean output tokens where the file has them, for all adapters or for none.
+    """Read popularity, and the adapters' mean output tokens if the file has them, for all adapters or for none.
 
     JSON: a list or an object by adapter, of counts or of {"count": ..., "mean_output_tokens": ...}. CSV: lines of
     `adapter,count`, `adapter,count,mean_output_tokens` or bare counts; a line of headings may come first. Raises
@@ -104,7 +104,7 @@ def _mean(tokens: float, where: str) -> float:
 
 
 def _headings(row: list[str]) -> bool:
-    """`adapter,calls total`, but not `law,3O`, which is a slip."""
+    """Tell whether a row holds headings, as `adapter,calls total`; `law,3O` is not one but a slip."""
     last = row[-1].strip()
     try:
         float(last)

@@ -85,7 +85,7 @@ def marked(requests: Requests, found: LoadOverTime) -> Requests:
 
 
 def replayed(trace: Requests, num: int, seed: int) -> Requests:
-    """Seed 0: the very trace, up to 500,000 calls about its peak. Others: from another point, at most `num` calls."""
+    """Replay a trace. Seed 0: itself, up to 500,000 calls about its peak. Others: at most `num`, from another point."""
     most = num if seed else _MOST_WHOLE
     if len(trace) > most:
         start = _start(trace, most, np.random.default_rng(seed))
@@ -94,7 +94,7 @@ def replayed(trace: Requests, num: int, seed: int) -> Requests:
 
 
 def _start(trace: Requests, most: int, rng: np.random.Generator) -> int:
-    """Anywhere; with a peak, a quarter of the calls before it, in which the caches fill, or more if it still ends."""
+    """Choose a start: anywhere, or, with a peak, a quarter of the calls (or more, to reach its end) before it."""
     low, high = 0, len(trace) - most
     if trace.at_peak is not None:
         inside = np.flatnonzero(trace.at_peak)

@@ -30,7 +30,7 @@ class Requests:
         return int(self.arrival_s.size)
 
     def counts(self) -> Ints:
-        """Calls per adapter."""
+        """Count the calls of each adapter."""
         return np.bincount(self.adapter, minlength=self.num_adapters)
 
     @property
@@ -39,13 +39,13 @@ class Requests:
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
     def mean_rate(self) -> float:
-        """Requests/s over the span; raises InputError where all came at once."""
+        """Return requests/s over the span; raises InputError if all came at once."""
         if self.span_s <= 0:
             raise InputError("--trace: all requests have one timestamp, so that no rate follows; give distinct ones")
         return (len(self) - 1) / self.span_s
 
     def mean_tokens(self) -> Floats:
-        """Output tokens of an adapter's calls on average; 0 where it has none."""
+        """Return the mean output tokens of each adapter's calls; 0 without calls."""
         sums = np.bincount(self.adapter, self.output_tokens, self.num_adapters)
         return np.asarray(sums / np.maximum(self.counts(), 1))
 
@@ -54,7 +54,7 @@ class Requests:
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
 
     def part(self, index: slice | Ints) -> Requests:
-        """Some of the calls, in the order of `index`."""
+        """Select some of the calls, in the order of `index`."""
         return replace(
             self,
             arrival_s=self.arrival_s[index],
@@ -71,7 +71,7 @@ class Requests:
 
 
 def rotated(trace: Requests, seed: int) -> Requests:
-    """The trace from a point that the seed draws, round its end, once through."""
+    """Return the trace from a point that the seed draws, round its end, once through."""
     start = int(np.random.default_rng(seed).integers(len(trace)))
     index = (start + np.arange(len(trace))) % len(trace)
     gap_s = trace.span_s / max(len(trace) - 1, 1)
@@ -94,7 +94,7 @@ class Lengths:
 
     @classmethod
     def of(cls, output_tokens: Ints, source: str) -> Lengths:
-        """The lengths seen in a trace."""
+        """Make the lengths seen in a trace."""
         values = np.maximum(output_tokens, 1)
         return cls(
             mean_tokens=float(values.mean()),
@@ -118,7 +118,7 @@ _METRONOME = 1e-6
 
 
 def renewal_gaps(rng: np.random.Generator, cv: float, num: int) -> Floats:
-    """Gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0, or nearly, gives a metronome."""
+    """Draw gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0, or nearly, gives equal gaps."""
     if cv < _METRONOME:
         return np.ones(num)
     if cv == 1:

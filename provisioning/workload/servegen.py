@@ -92,7 +92,7 @@ class ServegenClients:
         )
 
     def requests(self, *, start_s: float, span_s: float, seed: int, rate: float | None = None) -> Requests:
-        """Calls of all clients in [start, start + span), each window by its own law, with its own lengths.
+        """Draw the calls of all clients in [start, start + span), each window by its own law, with its own lengths.
 
         `rate` thins or thickens all clients alike to that mean total of requests/s.
         """

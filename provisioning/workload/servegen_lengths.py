@@ -38,12 +38,12 @@ class Period:
 
 
 def at(periods: tuple[Period, ...], start_s: float) -> Period:
-    """The period that a moment lies in; before the first one, the first."""
+    """Return the period that a moment lies in; the first one before it begins."""
     return next((period for period in reversed(periods) if period.start_s <= start_s), periods[0])
 
 
 def read(file: Path) -> tuple[Period, ...]:
-    """The periods that have requests, in order; none where there is no such file. Raises InputError naming it."""
+    """Read the periods that have requests, in order; none if the file does not exist. Raises InputError naming it."""
     where = f"--trace: {file}"
     try:
         text = file.read_text(encoding="utf-8-sig")

@@ -34,7 +34,7 @@ class ArrivalWindow:
     scale_s: float
 
     def gaps(self, rng: np.random.Generator, num: int) -> Floats:
-        """Gaps in seconds with the window's mean rate, and a CV of at most 10."""
+        """Draw gaps in seconds with the window's mean rate, and a CV of at most 10."""
         if _law_cv(self.family, self.shape) > _LARGEST_CV:
             return renewal_gaps(rng, _LARGEST_CV, num) / self.rate
         drawn = rng.weibull(self.shape, num) if self.family == "Weibull" else rng.gamma(self.shape, 1.0, num)
@@ -56,7 +56,7 @@ def _law_cv(family: str, shape: float) -> float:
 
 
 def renewals(rng: np.random.Generator, window: ArrivalWindow, span_s: float) -> Floats:
-    """Arrivals in [0, span) by the window's law."""
+    """Draw arrivals in [0, span) by the window's law."""
     times: list[Floats] = []
     now = -float(rng.random() * window.gaps(rng, 1)[0])
     while now < span_s:
@@ -68,12 +68,12 @@ def renewals(rng: np.random.Generator, window: ArrivalWindow, span_s: float) -> 
 
 
 def width_s(series: tuple[ArrivalWindow, ...]) -> float:
-    """Length of a client's windows."""
+    """Return the length of a client's windows."""
     return series[1].start_s - series[0].start_s if len(series) > 1 else _WINDOW_S
 
 
 def read(file: Path) -> tuple[ArrivalWindow, ...]:
-    """The windows of one client; raises InputError naming file and line."""
+    """Read the windows of one client; raises InputError naming file and line."""
     windows = []
     try:
         rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))

@@ -46,7 +46,7 @@ class ZipfAdapters:
 
 
 def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float | None = None) -> Workload:
-    """The workload of a trace file, or of a ServeGen directory, of which `window_s` is the length of the peak.
+    """Load the workload of a trace file or a ServeGen directory; `window_s` is the length of the directory's peak.
 
     Raises InputError naming file and line.
     """
@@ -69,7 +69,7 @@ def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float
 
 
 def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Requests, bool]:
-    """(requests in order of arrival, starting at 0; whether the trace named the adapters)."""
+    """Read (requests in order of arrival, starting at 0; whether the trace named the adapters)."""
     file, drawn = Path(path), adapters or ZipfAdapters()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -99,7 +99,7 @@ def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Reques
 
 
 def _adapters(names: tuple[str | None, ...], drawn: ZipfAdapters, file: Path) -> tuple[list[str], Ints]:
-    """(names in order of the index, index per row); drawn where the trace names none."""
+    """Return (names in order of the index, index per row); draw adapters if the trace names none."""
     known = sorted({name for name in names if name is not None})
     if not known:
         rng, popularity = np.random.default_rng(drawn.seed), zipf(drawn.skew, drawn.num_adapters)
@@ -171,7 +171,7 @@ def _tokens(value: Any, where: str, kind: str) -> int:
 
 
 def _seconds(value: Any, where: str) -> float:
-    """Seconds from a number, or from a date and time as Azure writes them (seven decimals, UTC)."""
+    """Parse seconds from a number, or from a date and time as Azure writes them (seven decimals, UTC)."""
     try:
         number = float(value)
     except (TypeError, ValueError):

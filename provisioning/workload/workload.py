@@ -90,14 +90,14 @@ class Workload:
         return replace(self, trace=trace, tokens=tokens, lengths=Lengths.of(trace.output_tokens, self.lengths.source))
 
     def sized_for(self, window_s: float | None) -> Workload:
-        """A trace's with its load over time, and the calls of its peak marked."""
+        """Return the workload with its trace's load over time and its peak's calls marked; unchanged without a trace."""
         if self.trace is None:
             return self
         found = over_time(self.trace, window_s)
         return replace(self, over_time=found, trace=marked(self.trace, found))
 
     def calls(self, *, tokens_per_s: float, num: int, seed: int) -> Requests:
-        """About `num` calls that ask for so many tokens/s, at the peak where there is one; see `replayed` for a trace.
+        """Draw about `num` calls at a rate of `tokens_per_s`, at the peak if there is one; see `replayed` for a trace.
 
         Where a trace names no adapters, every seed but 0 draws them anew.
         """
@@ -136,13 +136,13 @@ def _longer(generate: Callable[[int, int], Requests], factor: float, num: int, s
 
 
 def zipf(skew: float, num_adapters: int) -> Floats:
-    """p_i proportional to 1 / i^skew, i = 1..N; 0 is uniform."""
+    """Return p_i proportional to 1 / i^skew, i = 1..N; 0 is uniform."""
     ranks = np.arange(1, count(num_adapters, "adapters", 1) + 1, dtype=float)
     return normalised(ranks ** -non_negative(skew, "zipf"))
 
 
 def from_counts(counts: Sequence[float] | dict[str, float], name: str = "counts") -> Floats:
-    """p_i in proportion to calls counted per adapter, in the order given; `name` is for the error."""
+    """Return p_i in proportion to calls counted per adapter, in the order given; `name` is for the error."""
     return normalised(list(counts.values()) if isinstance(counts, dict) else counts, name)
 
 
