@@ -17,7 +17,7 @@ from provisioning.model import memory
 from provisioning.model.hardware import GPUS, Cluster
 from provisioning.model.latency import Eq6, StepModel
 from provisioning.simulation.measure import adapters_within
-from provisioning.simulation.run import Outcome, System, assign_greedily, run
+from provisioning.simulation.run import SimulationResult, System, assign_greedily, run
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
 
@@ -176,7 +176,7 @@ def measure(setup: Setup, rate: float, seeds: int = SEEDS) -> Measured:
     )
 
 
-def _one(outcome: Outcome) -> tuple[float, float, dict[float, float], float]:
+def _one(outcome: SimulationResult) -> tuple[float, float, dict[float, float], float]:
     requests = outcome.requests
     kept = slice(*np.searchsorted(requests.arrival_s, (30, 270)))
     tokens = requests.output_tokens[kept]

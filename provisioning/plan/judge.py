@@ -19,7 +19,7 @@ from provisioning.arrays import Floats, Ints
 from provisioning.plan.classes import ttft_s as ttft_s_of
 from provisioning.plan.question import Scenario
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts
-from provisioning.simulation.run import Outcome, System, run
+from provisioning.simulation.run import SimulationResult, System, run
 from provisioning.workload.requests import Requests
 
 _MOST_SEEDS = 10
@@ -43,7 +43,7 @@ class Verdict:
     in_time: Floats = field(repr=False)  # requests per adapter, and those within the TTFT SLO
 
     def worst_served(self, most: int = 5) -> list[tuple[int, int, float]]:
-        """(adapter, requests, share in time) of those below the target, the worst first; of 20 requests or more."""
+        """List (adapter, requests, share in time) of adapters of 20 requests or more below the target, worst first."""
         calls, met = self.in_time
         share = met / np.maximum(calls, 1)
         below = np.flatnonzero((calls >= _FEW_CALLS) & (share < self.target))
@@ -57,18 +57,18 @@ class Verdict:
 
 
 def silent(_: str) -> None:
-    """Says nothing; in its place a caller may give what shows a line of progress."""
+    """Say nothing: the default where a caller may pass a function that shows a line of progress."""
 
 
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
-    """One seed's requests: LB in flight on average (at the peak), long enough for 30,000 after the warm-up."""
+    """Draw one seed's requests: LB in flight on average (at the peak), long enough for 30,000 after the warm-up."""
     num = int(30_000 + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
     tokens_per_s = scenario.rate(step_us) * scenario.workload.lengths.mean_tokens
     return scenario.workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed)
 
 
 def admitted(scenario: Scenario, system: System, step_us: float) -> float:
-    """Share of the first run's calls that are admitted at once."""
+    """Return the share of the first run's calls that are admitted at once."""
     outcome = run(played(scenario, step_us, seed=0), system)
     return min(float(outcome.immediate[part].mean()) for part in parts(outcome))
 
@@ -82,7 +82,7 @@ def judge(
     give_up: bool = False,
     say: Callable[[str], None] = silent,
 ) -> Verdict:
-    """Runs the seeds; more of them, up to ten, while the interval straddles the target.
+    """Simulate the seeds, and more of them, up to ten, while the interval straddles the target.
 
     `give_up`: two seeds are enough if both are three points below the target or more.
     """
@@ -117,7 +117,7 @@ def judge(
     )
 
 
-def _row(scenario: Scenario, outcome: Outcome, part: slice | Ints) -> _Row:
+def _row(scenario: Scenario, outcome: SimulationResult, part: slice | Ints) -> _Row:
     slo_s, ttft_s = scenario.slo.ttft_us * 1e-6, outcome.ttft_s[part]
     return (
         float(outcome.immediate[part].mean()),
@@ -138,12 +138,12 @@ def _straddles(rows: list[_Row], target: float) -> bool:
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Mean and 95 % interval."""
+    """Return mean and 95 % interval as plain values."""
     return {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """Plain values."""
+    """Return a verdict as plain values."""
     return {
         "seeds": verdict.seeds,
         "requests_per_seed": verdict.requests_per_seed,

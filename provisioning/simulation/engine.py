@@ -117,7 +117,7 @@ class DecodeInstance:
         return self.clock + (ready - self.seen) / self.pace, ready
 
 
-class Calls:
+class RequestLists:
     """The requests, as plain lists. `key` orders queues."""
 
     def __init__(self, requests: Requests, system: System) -> None:
@@ -144,7 +144,7 @@ class Engine:
         owners: Sequence[int | None] = [None] * adapters if given is None else given
         instances = system.instances if given is None else max(given) + 1
         caches = [SlotCache(system.cache_slots) for _ in range(1 if system.shared else instances)]
-        self.calls, self.moments = Calls(requests, system), Moments(num)
+        self.calls, self.moments = RequestLists(requests, system), Moments(num)
         self.adapters = [AdapterState(caches[0 if system.shared or one is None else one], one) for one in owners]
         self.steps, self.load_s = list(system.step_s), system.load_s
         self.max_batch = system.max_batch if system.max_batch is not None else num + 1
@@ -179,7 +179,7 @@ class Engine:
             self._block(request, adapter)
 
     def _instance_for(self, adapter: AdapterState) -> int:
-        """The adapter's own, or that with the fewest requests."""
+        """Choose the adapter's own instance, or the one with the fewest requests."""
         if adapter.owner is not None:
             return adapter.owner
         least, instances = self.least, self.instances

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from provisioning.arrays import Floats, Ints
-from provisioning.simulation.run import Outcome
+from provisioning.simulation.run import SimulationResult
 
 WARM_UP_RESIDENCES = 3.0
 
@@ -34,15 +34,15 @@ class Estimate:
         return cls(mean=mean, low=max(mean - reach, 0.0), high=min(mean + reach, top))
 
 
-def measured(outcome: Outcome) -> slice:
-    """The requests after the warm-up, three mean residences but at most a third of the run."""
+def measured(outcome: SimulationResult) -> slice:
+    """Return the requests after the warm-up, which is three mean residences but at most a third of the run."""
     arrival_s = outcome.requests.arrival_s
     residence_s = float(np.nanmean(outcome.finish_s - outcome.admit_s))
     settled_s = min(WARM_UP_RESIDENCES * residence_s, outcome.requests.span_s / 3)
     return slice(int(np.searchsorted(arrival_s, settled_s)), len(outcome.requests))
 
 
-def parts(outcome: Outcome) -> list[slice | Ints]:
+def parts(outcome: SimulationResult) -> list[slice | Ints]:
     """Return the parts for which a target must hold: the measured requests, and those at the peak, if there is one."""
     kept, at_peak = measured(outcome), outcome.requests.at_peak
     if at_peak is None or not at_peak[kept].any():
@@ -50,16 +50,16 @@ def parts(outcome: Outcome) -> list[slice | Ints]:
     return [kept, kept.start + np.flatnonzero(at_peak[kept])]
 
 
-def in_time(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float | Floats) -> Floats:
-    """Per adapter (requests, those that met the TTFT SLO, which may be by adapter), as two rows."""
+def in_time(outcome: SimulationResult, kept: slice | Ints, ttft_slo_s: float | Floats) -> Floats:
+    """Count per adapter, as two rows: requests, and those that met the TTFT SLO, which may differ by adapter."""
     adapter = outcome.requests.adapter[kept]
     met = outcome.ttft_s[kept] <= (ttft_slo_s if isinstance(ttft_slo_s, float) else ttft_slo_s[adapter])
     num = outcome.requests.num_adapters
     return np.stack([np.bincount(adapter, minlength=num), np.bincount(adapter, met, num)]).astype(float)
 
 
-def adapters_within(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float, share: float = 0.9) -> float:
-    """Share of adapters with at least 90 % of requests within the TTFT SLO: the paper's attainment."""
+def adapters_within(outcome: SimulationResult, kept: slice | Ints, ttft_slo_s: float, share: float = 0.9) -> float:
+    """Return the share of adapters with at least 90 % of requests within the TTFT SLO: the paper's attainment."""
     calls, good = in_time(outcome, kept, ttft_slo_s)
     called = calls > 0
     return float((good[called] >= share * calls[called]).mean())

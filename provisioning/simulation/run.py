@@ -31,12 +31,12 @@ from provisioning.inputs import InputError, count
 from provisioning.simulation.engine import Engine, System
 from provisioning.workload.requests import Requests
 
-__all__ = ["Outcome", "System", "assign_greedily", "run"]
+__all__ = ["SimulationResult", "System", "assign_greedily", "run"]
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """Per request, in order of arrival; times in seconds. NaN for what was never admitted."""
+class SimulationResult:
+    """The times of each request in seconds, in order of arrival; NaN for requests that were never admitted."""
 
     requests: Requests
     admit_s: Floats
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def assign_greedily(popularity: Floats, instances: int) -> Ints:
-    """Adapter -> instance: the busiest adapter first, each to the least loaded instance (section 6.1)."""
+    """Assign adapters to instances: the busiest adapter first, each to the least loaded instance (section 6.1)."""
     used = min(count(instances, "instances", 1), popularity.size)  # the others would get none
     loads = [(0.0, instance) for instance in range(used)]
     owner = np.zeros(popularity.size, dtype=np.int64)
@@ -63,8 +63,8 @@ def assign_greedily(popularity: Floats, instances: int) -> Ints:
     return owner
 
 
-def run(requests: Requests, system: System) -> Outcome:
-    """Plays the requests through the system, to the last token."""
+def run(requests: Requests, system: System) -> SimulationResult:
+    """Play the requests through the system, to the last token."""
     if system.instance_of is not None and len(system.instance_of) != requests.num_adapters:
         raise InputError(
             f"instance_of: got {len(system.instance_of)} entries, expected {requests.num_adapters} adapters"
@@ -73,4 +73,4 @@ def run(requests: Requests, system: System) -> Outcome:
     engine.play()
     found = engine.moments
     admit, first, finish = (np.array(one) for one in (found.admit, found.first, found.finish))
-    return Outcome(requests, admit, first, finish, np.array(found.immediate, dtype=bool))
+    return SimulationResult(requests, admit, first, finish, np.array(found.immediate, dtype=bool))
