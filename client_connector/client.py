@@ -35,7 +35,7 @@ class Client:
     def __init__(
         self, server: Server, timeout_seconds: float = TIMEOUT_SECONDS, first_seconds: float | None = None
     ) -> None:
-        """`first_seconds` bounds the first join, which over nvshmem waits for other engines, too."""
+        """Join a server. `first_seconds` bounds the first join, which over nvshmem also waits for other engines."""
         self._server = server
         self.timeout_seconds = timeout_seconds
         self.observe: Callable[[StepTimes], None] | None = None

@@ -46,7 +46,7 @@ class LeaseCalls:
             sign(request, pb.Proof(client=client, epoch=epoch, count=next(self._count)), key)
 
     def within(self, deadline: float) -> float:
-        """Seconds for a call that ends by `deadline` (time.monotonic()); enough for the server to refuse in words."""
+        """Return the timeout of a call that ends by `deadline` (time.monotonic()): never too short for a refusal."""
         return min(self._timings.call, max(deadline - time.monotonic(), MIN_SECONDS))
 
     def status(self) -> pb.StatusReply:

@@ -78,7 +78,7 @@ class RemoteServer(Server):
         credentials: Credentials | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
-        """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
+        """Describe a server; `join` connects. Without `links` a session holds adapters, but cannot push steps.
 
         `credentials`: without them, those of the environment.
         `wire`: one of connect.WIRES, that the server must have.

@@ -14,7 +14,7 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
 
 
 def lora_step(step: Step) -> npt.NDArray[np.float64]:
-    """Semantics: see `ops`. Returns [U, O] float64."""
+    """Compute a step as `ops` defines it. Returns [U, O] float64."""
     rows = _array(step.rows_TK)
     site_width = max(
         [end for _, end in step.windows]

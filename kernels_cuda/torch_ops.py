@@ -36,7 +36,7 @@ def lora_step_op(
     in_width: int,
     windows: Sequence[int],
 ) -> None:
-    """Semantics: see `ops`; arrays: see `launch.DeviceStep` and `launch.Workspace`; windows: begin, end, begin, ..."""
+    """Launch a step. Arrays are those of `launch.DeviceStep` and `launch.Workspace`; windows: begin, end, begin, ..."""
     from kernels_cuda.cuda import kernels
 
     step = DeviceStep(
@@ -61,7 +61,7 @@ def _(*arguments: object) -> None:
 
 
 def lora_step(step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace) -> None:
-    """`CudaKernels.launch` for code that torch.compile traces. Same contract, same errors."""
+    """Launch a step from code that torch.compile traces. Same contract and errors as `CudaKernels.launch`."""
     lora_step_op(
         step.rows_TK,
         step.segments,

@@ -59,7 +59,7 @@ class RemoteExperts:
         self.forward.sites.add(step, [(y_TH, 0)])
 
     def _experts(self, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-        """Global ids; under expert parallelism those of other ranks, and padding's -1, become E: not here."""
+        """Return global ids; those of padding (-1) and of other ranks' experts become E, which stands for no expert."""
         ids = ids_Tk.long()
         absent = ids < 0
         if expert_map is not None:

@@ -44,7 +44,7 @@ class RemoteLinear:
         self.forward.sites.add(step, [(y_TO, 0)])
 
     def around(self, gemm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`gemm(layer, x, bias)` with the deltas of the site added to its result."""
+        """Wrap `gemm(layer, x, bias)` so that the deltas of the site are added to its result."""
         push, add = _ops()
         _LINEARS.append(self)
         index = len(_LINEARS) - 1

@@ -72,7 +72,7 @@ class Failure(NamedTuple):
 
 
 def parse_flag(stop_reason: object) -> tuple[str, str, str] | None:
-    """(outcome, code, message) of a stop_reason that `flag` made; None for any other."""
+    """Parse a stop_reason that `flag` made into (outcome, code, message); None for any other."""
     if not isinstance(stop_reason, str) or not stop_reason.startswith(f"{FLAG}: "):
         return None
     outcome, code, message = stop_reason.removeprefix(f"{FLAG}: ").split(": ", 2)

@@ -34,7 +34,7 @@ class WorkerLease:
         self._reconnector = Reconnector(client.recover, "worker")
 
     def follow(self, server: str, holder: Proof | None) -> None:
-        """Be joined to a run of the server, and borrow what the scheduler holds there.
+        """Ensure that this worker is joined to a run of the server, and borrow what the scheduler holds there.
 
         Raises ShardUnavailableError while the server is away. Only the first step of an outage waits, and a little; if
         the server is up, so long as joining takes.

@@ -35,7 +35,7 @@ class Watchdog:
             self._closed.wait(LOOK_SECONDS)
 
     def close(self) -> None:
-        """No further looks; idempotent."""
+        """Stop watching; idempotent."""
         self.sleep()
         self._closed.set()
         self._awake.set()

@@ -26,7 +26,7 @@ def experts_forward(
     experts_Tk: torch.Tensor,
     weights_Tk: torch.Tensor,
 ) -> torch.Tensor:
-    """The whole block of routed experts, with the deltas of `forward.batch`; returns [T, H] in x's dtype."""
+    """Run the block of routed experts with the deltas of `forward.batch`; returns [T, H] in x's dtype."""
     top_k = experts_Tk.shape[1]
     gate_up, down = Site(layer, "gate_up"), Site(layer, "down")
     groups = _way(x_TH, module)(experts_Tk.reshape(-1), module.num_experts)
@@ -75,7 +75,7 @@ class OnHost:
         self.place_N[self.order_N] = torch.arange(len(self.order_N), device=experts_N.device)
 
     def multiply(self, x_NK: torch.Tensor, weight_EOK: torch.Tensor) -> torch.Tensor:
-        """[N, O]: each row through its expert's weight, an expert at a time."""
+        """Return [N, O]: each row times its expert's weight, one expert at a time."""
         out_NO = x_NK.new_empty(x_NK.shape[0], weight_EOK.shape[1])
         first = 0
         for expert, count in enumerate(self._counts):
@@ -107,16 +107,16 @@ class OnDevice:
         self.place_N[self.order_N] = torch.arange(len(expert_N), device=expert_N.device)
 
     def multiply(self, x_NK: torch.Tensor, weight_EOK: torch.Tensor) -> torch.Tensor:
-        """[N, O]: each row through its expert's weight, in one launch."""
+        """Return [N, O]: each row times its expert's weight, in one launch."""
         return functional.grouped_mm(x_NK, weight_EOK.transpose(1, 2), offs=self._ends_E)
 
     def kept(self, out_NO: torch.Tensor) -> torch.Tensor:
-        """Zeros where an entry is not here."""
+        """Return the rows with zeros for entries of experts that are not on this rank."""
         return torch.where(self._here_N1, out_NO, 0)
 
 
 def _linear(groups: OnHost | OnDevice, module: Any, name: str, x_NK: torch.Tensor) -> torch.Tensor:
-    """Rows sorted by expert through the weights and biases of the module, whichever way round those lie."""
+    """Multiply rows, sorted by expert, by the module's weights and add its biases, in either layout of the weights."""
     weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
     out_NO = groups.multiply(x_NK, weight.transpose(1, 2) if module.is_transposed else weight)
     return out_NO if bias is None else out_NO + bias[groups.expert_N]

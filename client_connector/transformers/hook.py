@@ -121,7 +121,7 @@ class Attachment:
         self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
-        """Copies of an attached model keep its hooks, which then see that they are not on the model itself."""
+        """Return itself: copies of an attached model keep its hooks, which then see that they are not on the model."""
         return self
 
     def detach(self) -> None:
@@ -139,7 +139,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def adapters(self, names: Sequence[str | None]) -> Iterator[None]:
-        """One adapter name, or None for the base model, per sequence of the batches run inside.
+        """Set the adapters of batches that run inside: one name per sequence, or None for the base model.
 
         Raises UnknownAdapterError at once for a name that the server does not have.
         """
@@ -243,7 +243,7 @@ def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
 
 
 def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:
-    """[B * S] bool from a 2-D padding mask; None where there is none (or a custom 4-D one)."""
+    """Return [B * S] bool from a 2-D padding mask; None without one, or with a custom 4-D mask."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
     return mask[:, -seq_len:].reshape(-1).bool().cpu()

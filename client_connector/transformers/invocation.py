@@ -27,7 +27,7 @@ class Invocations:
     def keep(
         self, held_B: Sequence[Held | None], kwargs: dict[str, Any], ids: torch.Tensor | None, seq_len: int
     ) -> torch.Tensor | None:
-        """[B * S] bool: False where an activated LoRA does not act yet; None if no adapter of the batch is one.
+        """Return [B * S] bool, False where an activated LoRA does not act yet; None if no adapter of the batch is one.
 
         What is generated after a prompt never invokes, as in PEFT.
         """

@@ -14,7 +14,7 @@ import os
 
 
 def register() -> None:
-    """The entry point; runs in every vLLM process, any number of times.
+    """Install the plugin: vLLM calls this entry point in each of its processes, any number of times.
 
     Without an address only `EngineArgs.create_engine_config` is wrapped, which looks for one in
     `--additional-config`. Raises ConfigError for a vLLM that is not supported, if an address is set.

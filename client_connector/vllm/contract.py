@@ -166,7 +166,7 @@ def problems() -> list[str]:
 
 
 def check(version: str) -> None:
-    """Raises ConfigError naming everything that is missing."""
+    """Raise ConfigError that names everything that is missing."""
     broken = problems()
     if broken:
         raise ConfigError(
@@ -201,7 +201,7 @@ def _attribute(found: Any, name: str) -> Any:
 
 
 def _gives(owner: Any, name: str) -> bool:
-    """Whether a class has an attribute, or sets it on itself somewhere."""
+    """Tell whether a class has an attribute, or sets it on `self` in some method."""
     sets = re.compile(rf"self\.{name}\b[^=\n]*=")
     return any(
         name in vars(base) or name in vars(base).get("__annotations__", {}) or sets.search(_source(base))

@@ -12,7 +12,7 @@ NAME = "vllm.lora_server"  # vLLM gives the logger "vllm", and so all below it, 
 
 
 def join_vllms() -> None:
-    """Configure structlog for this process, unless its application has done so."""
+    """Configure structlog to write like vLLM in this process, unless its application has configured it."""
     if structlog.is_configured():
         return
     structlog.configure(

@@ -28,7 +28,7 @@ class RemotePunica(RemoteExperts):
         *unused: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-        """y [T, k, N] += delta. What add_lora_w2 needs and is not given travels in the result."""
+        """Add the delta to y [T, k, N]. Return what add_lora_w2 needs but does not get from vLLM."""
         rows = x.shape[0]
         self.finish_gate_up(self.start_gate_up(x, topk_ids, expert_map), y.view(rows * topk_ids.shape[1], -1))
         return topk_ids, expert_map, None, None
@@ -45,5 +45,5 @@ class RemotePunica(RemoteExperts):
         *unused: Any,
         **options: Any,
     ) -> None:
-        """y [T, k, H]: the delta, summed over experts, goes to the first of the k, which are summed later."""
+        """Add the delta, summed over experts, to the first of the k of y [T, k, H]; vLLM sums these later."""
         self.finish_down(self.start_down(x, topk_ids, topk_weights, expert_map), y[:, 0])

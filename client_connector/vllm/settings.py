@@ -11,11 +11,11 @@ ACTIVE = "LORA_SERVER_VLLM_ACTIVE"  # set for the processes that an engine of ou
 
 
 def configured(additional_config: object, environment: Mapping[str, str]) -> Settings | None:
-    """The settings of an engine that is being configured; None if it is not to use a server. Raises ConfigError."""
+    """Read the settings of an engine that is being configured; None if it uses no server. Raises ConfigError."""
     own = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     return find(own, environment, f"additional_config[{KEY!r}]")
 
 
 def of_engine(vllm_config: Any) -> Settings | None:
-    """The settings that the front end stored in an engine's config; None for an engine that is not ours."""
+    """Return the settings that the front end stored in an engine's config; None for an engine without a LoRA server."""
     return configured(getattr(vllm_config, "additional_config", None), {})

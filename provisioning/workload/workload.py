@@ -90,7 +90,7 @@ class Workload:
         return replace(self, trace=trace, tokens=tokens, lengths=Lengths.of(trace.output_tokens, self.lengths.source))
 
     def sized_for(self, window_s: float | None) -> Workload:
-        """Return the workload with its trace's load over time and its peak's calls marked; unchanged without a trace."""
+        """Return the workload with its trace's load over time and the peak's calls marked; itself without a trace."""
         if self.trace is None:
             return self
         found = over_time(self.trace, window_s)

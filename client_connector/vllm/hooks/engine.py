@@ -44,7 +44,7 @@ def install(wrap: Wrap) -> None:
 
 
 def tokenizer_of(vllm_config: Any) -> Callable[[str], Sequence[int]]:
-    """The engine's tokenizer, loaded when the first legacy invocation string needs it; raises ConfigError."""
+    """Return a tokenizer that is loaded when the first legacy invocation string needs it; raises ConfigError."""
 
     @functools.cache
     def tokenize(text: str) -> Sequence[int]:

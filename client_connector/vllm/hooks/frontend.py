@@ -64,7 +64,7 @@ def install(wrap: Wrap) -> None:
 
 
 def configure(args: Any, found: Settings) -> None:
-    """LoRA on, without a limit, in the model runner that we know; the settings travel in the engine's config."""
+    """Enable LoRA without a limit, in the model runner that we support; store the settings in the engine's config."""
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None
@@ -252,7 +252,7 @@ async def _show(original: Any, directory: AdapterDirectory, self: Any) -> Any:
 
 
 def _generate(original: Any) -> Callable[..., Any]:
-    """A request that failed for a reason of ours raises with that reason, instead of "Internal server error"."""
+    """Wrap generation: a request that our server failed raises that failure, instead of "Internal server error"."""
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in original(self, *args, **kwargs):

@@ -97,7 +97,7 @@ class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 def _by_expert(ids_Tk: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Entries sorted by this rank's expert, and how many each has; those of other ranks are left out."""
+    """Sort entries by this rank's expert and count those of each; entries of other ranks are left out."""
     flat = ids_Tk.reshape(-1).long()
     local = flat if expert_map is None else expert_map.long()[flat]
     local = torch.where(local < 0, experts, local)
@@ -106,12 +106,12 @@ def _by_expert(ids_Tk: torch.Tensor, expert_map: torch.Tensor | None, experts: i
 
 
 def _blocks(weight_OK: torch.Tensor) -> torch.Tensor:
-    """vLLM's portable packing of one expert: [O / 16, K, 16]."""
+    """Pack one expert as vLLM's portable kernel does: [O / 16, K, 16]."""
     return weight_OK.view(weight_OK.shape[0] // PACKED_ROWS, weight_OK.shape[1], PACKED_ROWS)
 
 
 def _is_readable(weight_OK: torch.Tensor, isa: str) -> bool:
-    """Whether that is how this vLLM packs weights of this dtype for this processor."""
+    """Tell whether this vLLM packs weights of this dtype for this processor as `_blocks` does."""
     if weight_OK.shape[0] % (2 * PACKED_ROWS):
         return False
     packed = cpu_prepack_moe_weight(weight_OK[None].contiguous(), isa)[0]
@@ -133,7 +133,7 @@ def _grouped(
     weight_EOK: torch.Tensor,
     bias_EO: torch.Tensor | None,
 ) -> None:
-    """Entry i reads row i // entries_per_row of x, through its expert's weight."""
+    """Multiply each entry by its expert's weight; entry i reads row i // entries_per_row of x."""
     first = 0
     for expert, count in enumerate(counts):
         if count:
@@ -189,7 +189,7 @@ def attach_experts(runner: Any, forward: PlannedPass, layer: int) -> None:
 
 
 def remote_experts(config: Any, forward: PlannedPass, layer: int, weighted_input: bool) -> RemotePunica:
-    """The windows of one rank: its ffn columns, unless experts are what is divided."""
+    """Make one rank's exchanges: their windows are its ffn columns, unless the ranks divide the experts instead."""
     spec: ModelSpec = forward.client.terms.spec
     rank, ffn = config.moe_parallel_config.tp_rank, spec.ffn_at(layer)
     size = config.intermediate_size_per_partition_unpadded
@@ -202,7 +202,7 @@ def remote_experts(config: Any, forward: PlannedPass, layer: int, weighted_input
 
 
 def _context(config: Any, remote: RemotePunica) -> Any:
-    """No weights; on CUDA the second stream and its events let vLLM run our exchange beside its GEMM."""
+    """Make a LoRA context without weights; on CUDA its second stream lets vLLM run our exchange beside its GEMM."""
     cuda = current_platform.is_cuda_alike()
     return MoELoRAContext(
         w13_lora_a_stacked=(),

@@ -46,7 +46,7 @@ class RemoteLoRAManager:
     is_enabled = True
 
     def __init__(self, found: Settings, vllm_config: Any, device: torch.device) -> None:
-        """Joins the server; raises ServerUnavailableError, GeometryMismatchError, WorldError, ConfigError."""
+        """Join the server; raises ServerUnavailableError, GeometryMismatchError, WorldError, ConfigError."""
 
         def suits(terms: Terms) -> None:
             check_geometry(vllm_config.model_config.hf_config.to_dict(), terms.spec)
@@ -65,13 +65,13 @@ class RemoteLoRAManager:
         self._ids: set[int] = set()
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
-        """Hook the sites of the model, which stays what it is."""
+        """Hook the sites of the model and return the model itself."""
         attach(model, self.forward)
         tell(self.forward.client)
         return model
 
     def set_active_adapters(self, requests: object, mapping: object) -> None:
-        """Rows come from the scheduler's plan instead."""
+        """Do nothing: each row's adapter comes from the scheduler's plan."""
 
     def add_adapter(self, lora_request: Any) -> bool:
         """Raises UnknownAdapterError for one that the server does not have."""
@@ -94,16 +94,16 @@ class RemoteLoRAManager:
         return adapter_id in self._ids
 
     def list_adapters(self) -> set[int]:
-        """Ids that were added."""
+        """Return the ids that were added."""
         return set(self._ids)
 
     @contextlib.contextmanager
     def dummy_lora_cache(self) -> Iterator[None]:
-        """Warm-up needs none."""
+        """Do nothing: warm-up needs no adapters."""
         yield
 
     def add_dummy_lora(self, lora_request: Any, rank: int) -> bool:
-        """Warm-up needs none."""
+        """Return True and add nothing: warm-up needs no adapters."""
         return True
 
     def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
@@ -111,7 +111,7 @@ class RemoteLoRAManager:
         return default_rank
 
     def supports_tower_connector_lora(self) -> bool:
-        """Text models only."""
+        """Return False: only text models are supported."""
         return False
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class RemoteLoRAManager:
 
 
 def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_config: Any) -> PlannedPass:
-    """Kernels send and wait, and captured graphs hold them; on most transports the host does."""
+    """Make the forward pass: on transports with kernels that send and wait, launches; on others the host exchanges."""
     if not found.is_launched:
         return PlannedPass(client, ready, found.timings.outage_step)
     scheduler = vllm_config.scheduler_config
@@ -158,7 +158,7 @@ def attach(model: Any, forward: PlannedPass) -> None:
 
 
 def tell(client: Client) -> None:
-    """One line per engine, by its first tensor-parallel rank; all take part."""
+    """Log one line per engine, from its first tensor-parallel rank. All ranks must call it."""
     group, said = get_tp_group(), client.described()
     transports = [said["transport"]] * group.world_size
     if group.world_size > 1:
@@ -168,7 +168,7 @@ def tell(client: Client) -> None:
 
 
 def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
-    """Exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
+    """Put the exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
     method = copy.copy(module.quant_method)
     remote = RemoteLinear(forward, site, linear_window(module, forward.client.terms.spec, site))
     method.apply = remote.around(module.quant_method.apply)
@@ -267,7 +267,7 @@ def _with_failures(output: Any, runner: Any) -> Any:
 
 
 def _agree(failures: dict[str, Failure], planned: Sequence[str] | Any) -> dict[str, Failure]:
-    """Tensor-parallel ranks sum their deltas: where one rank's are missing, the result is void on all."""
+    """Make all tensor-parallel ranks agree on failures: they sum deltas, so one that lacks its own voids the result."""
     group = get_tp_group()
     if group.world_size == 1:
         return failures
