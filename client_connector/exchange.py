@@ -46,7 +46,7 @@ class GemmTimes:
 
 
 class Lane:
-    """One link and its sequence. Used by one thread at a time.
+    """A link to one shard, with the sequence numbers of the steps on it. Used by one thread at a time.
 
     As a context manager: an error inside means that client and shard may no longer agree on seqs, so
     the lane is broken, and with it the session.
@@ -57,7 +57,7 @@ class Lane:
         self.shard = link.shard
         self.depth = link.region.layout.depth
         self.pushed = 0
-        self.consumed = 0  # newest seq whose response was consumed
+        self.consumed = 0  # seq of the newest response that was consumed
         self.broken: LoraServerError | None = None
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class _Flying(NamedTuple):
 
 
 class Started:
-    """A site's step under way, between a pass's `start_dense` or `start_experts` and what ends it."""
+    """A site's step under way, between a pass's `start_dense` or `start_experts` and the call that ends it."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Exchange(Started):
                 self.push(lane)
 
     def _failure(self, lane: Lane, seq: int, header: ResponseHeader) -> LoraServerError:
-        """Read the shard's error. Unsent chunks break the lane in leader mode, where peers count steps alike."""
+        """Read the shard's error. In leader mode unsent chunks break the lane: all shards must count the same steps."""
         error = read_failure(lane.link, seq, header)
         if self.packer.terms.coordination == "leader" and any(self._queues.values()):
             lane.broken = StepError(f"{self.site}: chunks stayed unsent ({error}); the next request joins anew")

@@ -25,7 +25,7 @@ from lora_server.wire.terms import Terms
 
 
 class ForwardPass:
-    """One attached model. `batch` is None outside a forward pass, and for one of base rows only."""
+    """The forward passes of one attached model. `batch` is None outside a pass, and in a pass of base rows only."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -56,7 +56,7 @@ class ForwardPass:
         weights: torch.Tensor | None = None,
         window: Window | None = None,
     ) -> Started | None:
-        """Push the rows of an expert site; experts E and beyond are not here.
+        """Push the rows of an expert site; expert ids of E and above stand for no expert.
 
         Without `weights` x is [T, K]. With them, float32 [T * k], x is [T * k, K], and deltas come back weighted
         and summed per row.

@@ -15,12 +15,15 @@ log = structlog.get_logger()
 
 
 def while_away(seconds: float, *others: type[LoraServerError]) -> tenacity.Retrying:
-    """Repeat a call while it raises ServerUnavailableError or one of `others`; after `seconds` raise the last error."""
+    """Return a retrier: it repeats a call that raises ServerUnavailableError or one of `others`, for `seconds` at most.
+
+    Then it raises the last error.
+    """
     return _repeat(seconds, (ServerUnavailableError, *others))
 
 
 def while_busy(seconds: float) -> tenacity.Retrying:
-    """Repeat a call while the server is up but has no answer yet."""
+    """Return a retrier that repeats a call, for `seconds` at most, while the server is up but has no answer yet."""
     return _repeat(seconds, (ServerBusyError,))
 
 
@@ -80,7 +83,7 @@ class Reconnector:
         With `once` only the first call of an outage waits. Raises the error that makes joining hopeless.
         """
         with self._lock:
-            # a thread that joined before this call: what it joined is lost again
+            # the thread of an earlier outage: the session that it joined is lost again
             stale = self._thread is not None and not self._thread.is_alive() and self.error is None
             if self._thread is None or stale:
                 self.error, self._waited = None, False

@@ -1,4 +1,4 @@
-"""Carries out what the state machine of each request decides: asks, releases, prefetches, and waits."""
+"""Carries out what each request's state machine decides: asks the server, releases, prefetches, and waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lora_server.wire.terms import Held
 
 
 class RequestDriver:
-    """Thread-safe. One thread at a time asks for a request: the poller while it waits, else the engine's own."""
+    """The actions of requests' state machines. Thread-safe.
+
+    One thread at a time asks the server for a given request: the poller while it waits, otherwise the engine's own.
+    """
 
     def __init__(self, session: SchedulerSession, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
         self._session, self._tokenize = session, tokenize
@@ -66,11 +69,11 @@ class RequestDriver:
             self._ask_again(request)
 
     def refuse(self, request: AdapterRequest, failure: Failure) -> None:
-        """Apply a failure that is no step's."""
+        """Apply a failure outside a step; the policy decides whether the request ends or gets the base model."""
         self.apply(request, self._policy.on_refusal(failure), failure=failure)
 
     def fail_step(self, request: AdapterRequest, failure: Failure) -> None:
-        """Apply a step's failure."""
+        """Apply a step's failure. If the adapter's step itself failed, have the lease checked, too."""
         event = request.state.on_failed_step(failure, self._policy)
         if event is not Event.STEP_VOID:
             self._session.suspect()

@@ -20,10 +20,11 @@ from lora_server.wire.terms import Terms
 
 
 class KernelLinks:
-    """One captured link per shard. Graphs keep their addresses, so a session that is joined again takes them over."""
+    """A captured link to each shard. Graphs keep their addresses, so a rejoined session must take the links over."""
 
     def __init__(self, client: Client, live: torch.Tensor, max_rows: int) -> None:
-        """`live`: int32 [1], whether the pass has a row with an adapter; max_rows: of an engine's step.
+        """Capture the links of a client's session. `live`: int32 [1], whether the pass has a row with an adapter;
+        max_rows: rows of an engine's step.
 
         Raises ConfigError.
         """
@@ -31,7 +32,7 @@ class KernelLinks:
         self._client, self._session, self.terms = client, client.session, client.terms
         self.gpu, self.device = links[0].gpu, links[0].device
         top_k = self.terms.spec.top_k
-        self._most_pairs = min(max_rows * top_k, MAX_PAIRS)  # that a message can be of use to
+        self._most_pairs = min(max_rows * top_k, MAX_PAIRS)  # a message never has more
         self.pairs = min(self.terms.max_step_rows, self._most_pairs)  # in one message
         self.captured = [Captured(link) for link in links]
         self.depth = min(_depth_of(links), -(-max_rows // (self.pairs // top_k)))  # chunks sent at the same time
@@ -81,7 +82,7 @@ class KernelLinks:
         return True
 
     def errors(self) -> list[tuple[Captured, LoraServerError]]:
-        """Return what went wrong in a pass, which is done; the next pass sends again."""
+        """Return the errors of a pass that has ended, with their links; the next pass sends again."""
         wrong: list[tuple[Captured, LoraServerError]] = []
         for captured in self.captured:
             try:

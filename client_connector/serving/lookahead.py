@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-MOST = 64  # adapters that are announced
-SPACING_SECONDS = 0.1  # each is expected so much later than the one before it
-EVERY_SECONDS = 0.05  # the queue is looked at no more often
+MOST = 64  # adapters in one announcement
+SPACING_SECONDS = 0.1  # assumed between the starts of two successive waiting requests
+EVERY_SECONDS = 0.05  # the shortest time between two looks at the queue
 AGAIN_SECONDS = 10.0  # an unchanged queue is announced again before the server forgets it
 
 
 class Lookahead:
-    """Thread-safe. `send(expected)` replaces what was sent before, see Session.prefetch; never blocks."""
+    """Announcements of the adapters that a server will need next. Thread-safe.
+
+    `send(expected)` replaces the announcement before, see Session.prefetch; it never blocks.
+    """
 
     def __init__(self, send: Callable[[Mapping[int, float]], None], now: Callable[[], float] = time.monotonic) -> None:
         self._send, self._now = send, now

@@ -22,7 +22,10 @@ log = structlog.get_logger()
 
 
 class SchedulerSession:
-    """Thread-safe. `current` is replaced when the session was lost; handles of another session mean nothing in it."""
+    """The session of an engine's scheduler. Thread-safe.
+
+    `current` is replaced when the session was lost; a handle is valid only in the session that issued it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """Join. Raises ServerUnavailableError, and ConfigError if a name of the base model hides an adapter."""
@@ -57,7 +60,7 @@ class SchedulerSession:
     # -- a request
 
     def ask(self, request: AdapterRequest) -> list[Held] | QueuedAnswer:
-        """Ask for a request's adapter, under its ticket, or under a new one where it has none in this session.
+        """Ask for a request's adapter under its ticket, or under a new one if it has none in this session.
 
         Raises LeaseError or ServerUnavailableError while the server is away, and the server's error about the adapter.
         """

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class EngineApi:
-    """The paths of an engine's API, by what they take, and how the engine knows its base model's names."""
+    """The paths of an engine's API, by the kind of caller that may use them, and the test for a base model's name."""
 
     health: frozenset[str]
     compute: frozenset[str]  # POST, with a model in the body
@@ -56,7 +56,7 @@ CALLER: ContextVar[Caller | None] = ContextVar("lora_server_caller", default=Non
 
 
 class RefusedCall(Exception):
-    """An error that is answered without the engine."""
+    """A call that the middleware answers with an error, without the engine."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -73,7 +73,7 @@ class TenantMiddleware:
         self._app, self._api, self._timings = app, api, timings
         self._directory = AdapterDirectory(address, timings=timings)
         self._header = os.environ.get(TENANT_HEADER, "").lower().encode()
-        self._known: dict[str, tuple[float, pb.Caller | None]] = {}  # by token, until when
+        self._known: dict[str, tuple[float, pb.Caller | None]] = {}  # token -> (time until which it is known, caller)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it on as its tenant's."""
@@ -101,7 +101,7 @@ class TenantMiddleware:
                 return Caller(found.tenant, found.role, token.strip())
         elif self._header and (tenant := headers.get(self._header, b"").decode("latin-1")):
             return Caller(tenant, "engine")
-        raise RefusedCall(401, "got no token that is good, expected Authorization: Bearer ls_...")
+        raise RefusedCall(401, "got no valid token, expected Authorization: Bearer ls_...")
 
     async def _look_up(self, token: str) -> pb.Caller | None:
         until, caller = self._known.get(token, (0.0, None))
