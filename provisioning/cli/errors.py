@@ -16,7 +16,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # of the click that typer uses
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad input ends with exit code 2 and one line on stderr."""
+    """End the command on bad input, with exit code 2 and one line on stderr."""
     try:
         yield
     except LoraServerError as error:

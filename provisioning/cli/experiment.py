@@ -25,7 +25,7 @@ MOST_MS = 1e9
 
 
 def run(experiment: SimulateFlags, say: Callable[[str], None] = silent) -> dict[str, Any]:
-    """{"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
+    """Simulate; returns {"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
     found, system, rate = _prepare(experiment)
     slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms", MOST_MS) * 1e-3
     rows = []

@@ -1,7 +1,7 @@
 """Error band of a plan: the same calls with steps and outputs a fifth shorter or longer than assumed.
 
-Requests then stay 0.64 or 1.44 times as long, and so many times as many are in flight. Prompts keep their share of the
-time.
+Requests then last 0.64 or 1.44 times as long (0.8 or 1.2, squared), and as many times as many are in flight. Prompts
+keep their share of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ SPREAD = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """Shares admitted at once, with longer and with shorter steps and outputs, and whether longer ones do."""
+    """The shares admitted at once: `low` with longer steps and outputs, `high` with shorter ones.
+
+    `holds` and `meets_tpot` say whether the target and the TPOT SLO are still met with the longer ones.
+    """
 
     low: float
     high: float
@@ -28,7 +31,7 @@ class Band:
 
 
 def band(candidate: Candidate, *, simulated: bool) -> Band:
-    """Estimate by the first simulated run, or by the model."""
+    """Estimate the band of a plan: by its first simulated run, or by the model."""
     share = _simulated if simulated else _modelled
     scenario, low = candidate.scenario, share(candidate, 1 + SPREAD)
     return Band(

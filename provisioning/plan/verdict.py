@@ -1,4 +1,4 @@
-"""Plainly, whether a LoRA Server is worth it, and by how much."""
+"""States plainly whether a LoRA Server is worth it, and by how much."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from provisioning.report.serve_file import COMMAND
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Planned:
-    """`candidate` is the plan at the load that it was made for."""
+    """A plan read from a file. `candidate` is the plan at the load that it was made for."""
 
     candidate: Candidate
     command: str

@@ -1,4 +1,5 @@
-"""Copies of hot adapters, for instances that each serve their own: one with more load than a share has several."""
+"""Copies of hot adapters, where each instance serves adapters of its own: an adapter with more load than an instance's
+share gets several copies."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from provisioning.workload.workload import Workload
 def with_copies(workload: Workload, instances: int) -> Workload:
     """Copy each adapter once per instance's share of load; its calls go to the copies in turn.
 
-    A copy counts as an adapter. The same workload where none has more than one share.
+    A copy counts as an adapter. Returns the workload itself if no adapter has more load than one share.
     """
     copies_N = np.maximum(np.ceil(workload.in_flight * instances - 1e-9), 1).astype(np.int64)
     if copies_N.max() == 1:
