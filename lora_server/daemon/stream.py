@@ -32,6 +32,33 @@ Done = Callable[[LoraServerError | None], None]
 _Reports: TypeAlias = "queue.SimpleQueue[pb.ShardReport | None]"
 
 
+class KeptCommands:
+    """Carries a controller's commands out, and keeps what the next controller must be told. The stream's thread."""
+
+    def __init__(self, execute: Callable[[pb.ShardCommand, Done], None]) -> None:
+        self._execute, self.kept = execute, Kept()
+
+    def carry_out(self, command: pb.ShardCommand, done: Done) -> None:
+        """Note a command and execute it; a claim of another run first drops everything that is kept."""
+        if (size := command.ByteSize()) > bounds.KEPT_BYTES:
+            kind = command.WhichOneof("command")
+            log.error("refusing a command: no report to the next controller could carry it", kind=kind, bytes=size)
+            done(ProtocolError(f"command {kind}: got {size:,} bytes, expected at most {bounds.KEPT_BYTES:,}"))
+            return
+        if command.HasField("claim") and self.kept.is_foreign(command.claim):
+            self._drop_everything()
+        self.kept.note(command)
+        self._execute(command, done)
+
+    def _drop_everything(self) -> None:
+        handles, clients = self.kept.forget()
+        log.warning("the server was started anew: dropping what the old one knew", adapters=len(handles))
+        for client in clients:
+            self._execute(pb.ShardCommand(revoke=client), lambda error: None)
+        for handle in handles:
+            self._execute(pb.ShardCommand(drop=handle), lambda error: None)
+
+
 class ControllerStream:
     """`execute(command, done)` carries a command out; `layers_ready(handle)` counts what is here of an adapter."""
 
@@ -46,8 +73,8 @@ class ControllerStream:
     ) -> None:
         self._timings = timings
         self._address, self._credentials = address, credentials
-        self._register, self._execute, self._layers_ready = register, execute, layers_ready
-        self._kept = Kept()
+        self._register, self._layers_ready = register, layers_ready
+        self._commands = KeptCommands(execute)
         self._reports: _Reports = queue.SimpleQueue()
         self._quiet_until = time.monotonic() + timings.controller_start  # or an outage was spoken of
         self.up = threading.Event()  # a controller has taken the registration
@@ -55,14 +82,14 @@ class ControllerStream:
 
     @property
     def instance(self) -> str:
-        """Return the secret name that this process registers with; only the controller learns it."""
-        return self._kept.instance
+        """The secret name that this process registers with; only the controller learns it."""
+        return self._commands.kept.instance
 
     def report(self, report: pb.ShardReport) -> None:
         """Send a report, from any thread. Without a stream it is lost, unless it says that a client's connection ended:
         the next registration repeats that."""
         if report.HasField("client_gone"):
-            self._kept.end(report.client_gone)
+            self._commands.kept.end(report.client_gone)
         self._reports.put(report)
 
     def leave(self, seconds: float) -> None:
@@ -108,7 +135,7 @@ class ControllerStream:
                 registration = self._introduce(first, commands)
                 late.cancel()
                 first.put(pb.ShardReport(registration=registration))
-                for kept in self._kept.reports(self._layers_ready):
+                for kept in self._commands.kept.reports(self._layers_ready):
                     first.put(kept)
                 first.put(None)
                 for command in commands:
@@ -126,7 +153,7 @@ class ControllerStream:
     def _introduce(self, reports: _Reports, commands: Iterator[pb.ShardCommand]) -> pb.Registration:
         """Authenticate the controller before telling it anything. Raises ConfigError at the start, later
         ServerUnavailableError: another process may have its port for now."""
-        registration, key = self._kept.sign(self._register()), self._credentials.node_secret.encode()
+        registration, key = self._commands.kept.sign(self._register()), self._credentials.node_secret.encode()
         nonce = secrets.token_bytes(NONCE_BYTES)
         hello = pb.ShardHello(shard=registration.shard, node=registration.node, nonce=nonce)
         reports.put(pb.ShardReport(hello=hello))
@@ -147,23 +174,7 @@ class ControllerStream:
                 report.code, report.message = error.code, str(error)
             reports.put(pb.ShardReport(done=report))
 
-        if (size := command.ByteSize()) > bounds.KEPT_BYTES:
-            kind = command.WhichOneof("command")
-            log.error("refusing a command: no report to the next controller could carry it", kind=kind, bytes=size)
-            done(ProtocolError(f"command {kind}: got {size:,} bytes, expected at most {bounds.KEPT_BYTES:,}"))
-            return
+        self._commands.carry_out(command, done)
         if command.HasField("claim"):
-            if self._kept.is_foreign(command.claim):
-                self._drop_everything()
             self.up.set()
             self._quiet_until = 0.0
-        self._kept.note(command)
-        self._execute(command, done)
-
-    def _drop_everything(self) -> None:
-        handles, clients = self._kept.forget()
-        log.warning("the server was started anew: dropping what the old one knew", adapters=len(handles))
-        for client in clients:
-            self._execute(pb.ShardCommand(revoke=client), lambda error: None)
-        for handle in handles:
-            self._execute(pb.ShardCommand(drop=handle), lambda error: None)

@@ -453,7 +453,7 @@ def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(se
         assert isinstance(sent.error, ProtocolError) and "command grant: got" in str(sent.error)
     sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
     assert sent.finished.wait(HANG_SECONDS) and sent.error is None
-    assert [one.grant.client for one in executed if one.HasField("grant")] == [4] == [*stream._kept.grants]
+    assert [one.grant.client for one in executed if one.HasField("grant")] == [4] == [*stream._commands.kept.grants]
     stopping.set()
     controller.shards.close()
     thread.join(HANG_SECONDS)
