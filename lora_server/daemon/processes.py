@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import IO
 
 import msgspec
@@ -42,24 +41,62 @@ def say(up: Up) -> None:
     sys.stdout.buffer.flush()
 
 
-@dataclass
+class CurrentProcess:
+    """The process of a child that runs now; none is started once the child stops. Thread-safe."""
+
+    def __init__(self, name: str, module: str, forks: ForkServer) -> None:
+        """`module`: with the main() that a process runs."""
+        self._name, self._module, self._forks = name, module, forks
+        self._lock = threading.Lock()
+        self.stopping = threading.Event()
+        self.process: Piped | None = None
+
+    def start(self) -> Piped | None:
+        """Start a process; None once the child stops. Raises ServerUnavailableError."""
+        with self._lock:
+            if self.stopping.is_set():
+                return None
+            self.process = self._forks.start(self._module)
+            return self.process
+
+    def terminate(self) -> None:
+        """Ask the process to stop, and start no other."""
+        with self._lock:
+            self.stopping.set()
+            if self.process is not None:
+                self.process.terminate()
+
+    def end(self, deadline: float) -> None:
+        """Wait until the process has ended; kill it at the deadline (time.monotonic())."""
+        process = self.process
+        if process is not None:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                log.warning(f"{self._name} did not stop in time; killing it", pid=process.pid)
+                process.kill()
+
+
 class Child:
     """A child process that is restarted when it dies."""
 
-    name: str
-    module: str  # with the main() that it runs
-    forks: ForkServer
-    config: ProcessConfig
-    on_fatal: Callable[[str], None]
-    node_stops: threading.Event
-    timings: Timings = DEFAULTS
-    restarts: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _stopping: threading.Event = field(default_factory=threading.Event)
-    _answered: threading.Event = field(default_factory=threading.Event)
-    _process: Piped | None = None
-    _up: Up | None = None
-    _thread: threading.Thread | None = None
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        forks: ForkServer,
+        config: ProcessConfig,
+        on_fatal: Callable[[str], None],
+        node_stops: threading.Event,
+        timings: Timings = DEFAULTS,
+    ) -> None:
+        self.name, self.config, self._timings = name, config, timings
+        self._on_fatal, self._node_stops = on_fatal, node_stops
+        self._current = CurrentProcess(name, module, forks)
+        self.restarts = 0
+        self._answered = threading.Event()
+        self._up: Up | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start it in the background; see wait_up."""
@@ -74,11 +111,11 @@ class Child:
             raise ConfigError(self._up.refused if self._up is not None else f"{self.name}: died at its start")
 
     def _keep_alive(self) -> None:
-        failed_starts, last_up, timings = 0, 0.0, self.timings
-        while not self._stopping.is_set():
+        failed_starts, last_up, timings, stopping = 0, 0.0, self._timings, self._current.stopping
+        while not stopping.is_set():
             started = time.monotonic()
             up, code = self._run_once()
-            if self._stopping.is_set() or self.node_stops.wait(timings.stop_together if code in ASKED_TO_STOP else 0):
+            if stopping.is_set() or self._node_stops.wait(timings.stop_together if code in ASKED_TO_STOP else 0):
                 return
             if up is not None and not up.refused:
                 failed_starts, last_up = 0, time.monotonic()
@@ -93,21 +130,20 @@ class Child:
             self.config = self.config.model_copy(update={"restarted": True})
             self.restarts += 1
             if time.monotonic() - started < timings.restart_pause:
-                self._stopping.wait(timings.restart_pause)
+                stopping.wait(timings.restart_pause)
 
     def _end(self, reason: str) -> None:
         self._answered.set()
-        self.on_fatal(f"{self.name}: {reason}; see the log above")
+        self._on_fatal(f"{self.name}: {reason}; see the log above")
 
     def _run_once(self) -> tuple[Up | None, int]:
-        with self._lock:
-            if self._stopping.is_set():
-                return None, 0
-            try:
-                process = self._process = self.forks.start(self.module)
-            except ServerUnavailableError as error:
-                log.error(f"{self.name} cannot be started", reason=str(error))
-                return None, EXIT_FAILED
+        try:
+            process = self._current.start()
+        except ServerUnavailableError as error:
+            log.error(f"{self.name} cannot be started", reason=str(error))
+            return None, EXIT_FAILED
+        if process is None:
+            return None, 0
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
@@ -123,20 +159,11 @@ class Child:
 
     def terminate(self) -> None:
         """Ask it to stop, and restart it no more."""
-        with self._lock:
-            self._stopping.set()
-            if self._process is not None:
-                self._process.terminate()
+        self._current.terminate()
 
     def join(self, deadline: float) -> None:
         """Wait for its end; kill it at the deadline (time.monotonic())."""
-        process = self._process
-        if process is not None:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                log.warning(f"{self.name} did not stop in time; killing it", pid=process.pid)
-                process.kill()
+        self._current.end(deadline)
         if self._thread is not None:
             self._thread.join()
 

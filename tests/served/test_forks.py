@@ -132,10 +132,10 @@ def test_who_is_killed_comes_back(server):
     child = Child("a child", CHILD, server, config, pytest.fail, threading.Event())
     child.start()
     try:
-        until(lambda: child._process, "a child")
-        first = child._process.pid
+        until(lambda: child._current.process, "a child")
+        first = child._current.process.pid
         os.kill(first, signal.SIGKILL)
-        until(lambda: child._process.pid != first and child._process.poll() is None, "its successor")
+        until(lambda: child._current.process.pid != first and child._current.process.poll() is None, "its successor")
         assert child.restarts == 1
     finally:
         processes.stop([child])
