@@ -57,7 +57,7 @@ class Backend(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemorySettings:
     """Memory that a shard may use for adapters. A share is of what is free at the start, among `sharing` shards."""
 
     device_pool: Size = DEVICE_POOL
@@ -103,7 +103,7 @@ class Memory:
 
 def check(config: ServeConfig, local_shards: int) -> str:
     """Say what the pools of a node's shards would be. Raises ConfigError as their start would; allocates nothing."""
-    memory = Memory(device_pool=config.device_pool, host_pool=config.host_pool, sharing=local_shards)
+    memory = MemorySettings(device_pool=config.device_pool, host_pool=config.host_pool, sharing=local_shards)
     available = available_bytes()
     if config.device == "cuda":
         free, _ = torch.cuda.mem_get_info(_gpu(0))
@@ -122,7 +122,7 @@ def host(
     placement: Placement,
     shard: int,
     dtype: torch.dtype,
-    memory: Memory = Memory(),
+    memory: MemorySettings = MemorySettings(),
     on_layer: OnLayer = lambda *_: None,
 ) -> Backend:
     """Make a backend with weights in host memory and torch on the CPU. Raises ConfigError if memory is too small."""
@@ -142,7 +142,7 @@ def paged(
     launch: Launch,
     max_step_rows: int,
     host_pool: Pool | None = None,
-    memory: Memory = Memory(),
+    memory: MemorySettings = MemorySettings(),
     on_layer: OnLayer = lambda *_: None,
     lost: Callable[[], bool] = lambda: False,
 ) -> Backend:
@@ -160,7 +160,7 @@ def cuda(
     *,
     local_shards: int,
     local_index: int,
-    memory: Memory,
+    memory: MemorySettings,
     on_layer: OnLayer,
 ) -> Backend:
     """Make a backend with weights in GPU memory and our CUDA kernels. A node's shards take its GPUs in turn, and may
@@ -219,7 +219,7 @@ def resident(
     max_step_rows: int,
     pool: PagePool,
     host_pool: Pool | None = None,
-    memory: Memory = Memory(),
+    memory: MemorySettings = MemorySettings(),
     on_layer: OnLayer = lambda *_: None,
 ) -> DeviceBackend:
     """Make a backend with weights in pages of any GPU, and a kernel that serves by itself. Raises ConfigError."""
@@ -238,7 +238,7 @@ def cuda_resident(
     *,
     local_shards: int,
     local_index: int,
-    memory: Memory,
+    memory: MemorySettings,
     on_layer: OnLayer,
     nvshmem: bool = False,
 ) -> DeviceBackend:
@@ -285,7 +285,7 @@ def _gpu(local_index: int) -> torch.device:
     return device
 
 
-def _device_pool(device: torch.device, memory: Memory, sharing: int) -> PagePool:
+def _device_pool(device: torch.device, memory: MemorySettings, sharing: int) -> PagePool:
     free, _ = torch.cuda.mem_get_info(device)
     on_device = dataclasses.replace(memory, sharing=sharing)
     nbytes = on_device.bytes_of(memory.device_pool, free, "--device-pool")
@@ -299,6 +299,6 @@ def _device_pool(device: torch.device, memory: Memory, sharing: int) -> PagePool
         ) from error
 
 
-def _pinned_pool(memory: Memory, device_bytes: int) -> PagePool | None:
+def _pinned_pool(memory: MemorySettings, device_bytes: int) -> PagePool | None:
     nbytes = memory.pinned_bytes(available_bytes(), device_bytes)
     return PagePool(nbytes // PAGE_BYTES, "cpu", pinned=True) if nbytes >= PAGE_BYTES else None

@@ -166,9 +166,9 @@ class ShardProcess:
             on_layer=self._layer_loaded,
         )
 
-    def _memory(self, sharing: int) -> backends.Memory:
+    def _memory(self, sharing: int) -> backends.MemorySettings:
         config = self.config
-        return backends.Memory(
+        return backends.MemorySettings(
             device_pool=config.device_pool,
             host_pool=config.host_pool,
             eviction=config.eviction,

@@ -48,7 +48,7 @@ class DiskUse(NamedTuple):
     evictions: int
 
 
-class AdapterFiles(Protocol):
+class FileSource(Protocol):
     """Source of one adapter's files; `check` is called often, and may raise."""
 
     def sizes(self, check: Callable[[], None]) -> dict[str, int]:
@@ -60,7 +60,7 @@ class AdapterFiles(Protocol):
         ...
 
 
-FromNode0: TypeAlias = Callable[[str], AbstractContextManager[AdapterFiles]]
+FromNode0: TypeAlias = Callable[[str], AbstractContextManager[FileSource]]
 
 
 def never() -> bool:
@@ -152,7 +152,7 @@ class Fetcher:
             return self._copy(files, url, version, deadline, check)
 
     def _copy(
-        self, files: AdapterFiles, url: str, version: str, deadline: float, check: Callable[[], None]
+        self, files: FileSource, url: str, version: str, deadline: float, check: Callable[[], None]
     ) -> tuple[Lease, int]:
         sizes = patiently(functools.partial(files.sizes, check), deadline)
         claim = self._claim(version, sum(sizes.values()), check)
@@ -172,7 +172,7 @@ class Fetcher:
             self.cache.abandon(claim)
             raise
 
-    def _files(self, url: str, version: str, listed: Sequence[str]) -> AbstractContextManager[AdapterFiles]:
+    def _files(self, url: str, version: str, listed: Sequence[str]) -> AbstractContextManager[FileSource]:
         if url.startswith(NODE0) and self.from_node0 is not None:
             return self.from_node0(version)
         return RemoteAdapter(url, AdapterLimits.of(self.spec), listed)

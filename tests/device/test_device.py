@@ -21,7 +21,8 @@ from kernels_cuda.launch import max_rank_of
 from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, shape_of, unpack
 from kernels_cuda.ops import NOTHING
 from lora_server.daemon import backends
-from lora_server.daemon.backends import Memory
+from lora_server.daemon.backends import MemorySettings
+from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
 from lora_server.demo.inproc import InprocServer
@@ -44,7 +45,7 @@ from tests.support.workload import NEW_TOKENS, spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
-MEMORY = Memory(device_pool=Size.parse("256MiB"))
+MEMORY = MemorySettings(device_pool=Size.parse("256MiB"))
 
 
 def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):

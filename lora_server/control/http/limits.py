@@ -28,14 +28,14 @@ log = structlog.get_logger()
 def limited(app: ASGIApp, seconds: float = Timings.http_request) -> uvicorn.Config:
     """Return uvicorn's configuration that serves an app within these limits. uvicorn itself writes no log lines."""
 
-    class Connection(_Connection):
+    class HttpConnection(_Connection):
         request_seconds = seconds
 
     logger = logging.getLogger("uvicorn")
     logger.propagate, logger.handlers = False, [_OneLineHandler()]
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=HttpConnection,
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -123,8 +123,8 @@ class ThreadGroups:
             threads.close()
 
 
-class Unary(NamedTuple):
-    """A method that answers one message with one message, on these threads."""
+class UnaryMethod(NamedTuple):
+    """A method that answers one message with one, on these threads."""
 
     request: type[Message]
     answer: Callable[[Any, Identity], Message]
@@ -132,8 +132,8 @@ class Unary(NamedTuple):
     proves: bool = False  # an answer means that the request proved a lease, or a shard
 
 
-class Stream(NamedTuple):
-    """A method that reads and writes streams of messages until either side ends the call."""
+class StreamMethod(NamedTuple):
+    """A method that reads messages and writes others, for as long as both like."""
 
     request: type[Message]
     serve: Callable[[Any, StreamCall[Any]], Awaitable[None]]
@@ -147,7 +147,7 @@ class StreamCall(NamedTuple, Generic[_M]):
     prove: Callable[[], None]
 
 
-Service: TypeAlias = dict[str, "Unary | Stream"]  # by name of the method
+Service: TypeAlias = dict[str, "UnaryMethod | StreamMethod"]  # by name of the method
 
 
 class CallHandler:
@@ -160,7 +160,7 @@ class CallHandler:
         self._gate, self.silent = gate, silent
         self.proven: set[Peer] = set()  # connections that showed a good token or lease
 
-    def serving(self, call: str, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
+    def serving(self, call: str, method: UnaryMethod | StreamMethod) -> grpc.RpcMethodHandler[Any, Any]:
         """Return what gRPC calls for a method, which is named `call` to the gate."""
 
         async def handle(_: object, context: Context) -> None:
@@ -175,7 +175,7 @@ class CallHandler:
                 bind_tenant(who.tenant)
                 if who.token:
                     self.proven.add(peer)
-                if isinstance(method, Unary):
+                if isinstance(method, UnaryMethod):
                     message = await self._first(context, peer, method.request)
                     check_message(shown, message)
                     request = _bounded(method.request, message)
@@ -195,7 +195,7 @@ class CallHandler:
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
-    async def _stream(self, method: Stream, peer: Peer, context: Context) -> None:
+    async def _stream(self, method: StreamMethod, peer: Peer, context: Context) -> None:
         async def write(message: Message) -> None:
             await context.write(message.SerializeToString())
 
@@ -339,7 +339,7 @@ async def _abort(
     raise AssertionError("abort raises")
 
 
-class Mailbox:
+class MessageQueue:
     """Messages from the event loop to a thread, which iterates over them until it is closed."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import structlog
 
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import ShardHandle
-from lora_server.control.rpc.listener import Mailbox, StreamCall, Threads, Write
+from lora_server.control.rpc.listener import MessageQueue, StreamCall, Threads, Write
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
@@ -76,7 +76,7 @@ class ShardsService:
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
         commands: asyncio.Queue[pb.ShardCommand | None] = asyncio.Queue()
-        with Mailbox() as mailbox:
+        with MessageQueue() as mailbox:
             threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
             args = handle, commands, asyncio.get_running_loop()
             threading.Thread(target=_hand_over, args=args, name="commands", daemon=True).start()
@@ -92,7 +92,7 @@ class ShardsService:
                 ended = await asyncio.gather(*ends, return_exceptions=True)
                 log.debug("shard stream ended", shard=handle.shard, how=[repr(one) for one in ended if one])
 
-    def _reports(self, handle: ShardHandle, reports: Mailbox) -> None:
+    def _reports(self, handle: ShardHandle, reports: MessageQueue) -> None:
         try:
             for report in reports:
                 self._controller.hear(handle, report)
@@ -100,7 +100,7 @@ class ShardsService:
             self._controller.arrivals.depart(handle)
 
 
-async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: Mailbox) -> None:
+async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: MessageQueue) -> None:
     async for report in reports:
         mailbox.put(report)
 

@@ -27,10 +27,10 @@ from lora_server.control.rpc.listener import (
     MAX_SILENT_CALLS,
     Listener,
     Service,
-    Stream,
+    StreamMethod,
     ThreadGroups,
     Threads,
-    Unary,
+    UnaryMethod,
 )
 from lora_server.control.rpc.registration import Doorkeeper, ShardsService
 from lora_server.control.rpc.scope import Scopes
@@ -92,7 +92,7 @@ def _methods(service: str, servicer: object, gate: Gate, threads: Runs, **apart:
     """
     described = pb.DESCRIPTOR.services_by_name[service]
     return described.full_name, {
-        method.name: Unary(
+        method.name: UnaryMethod(
             message_factory.GetMessageClass(method.input_type),
             _kept(f"{service}/{method.name}", getattr(servicer, method.name), gate),
             apart.get(method.name, threads),
@@ -147,11 +147,11 @@ class ControlServer:
         public = tuple(own) if reflection else ()
         self.files = files(controller, reading)
         own[_SHARDS] = {
-            "Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register),
-            "Files": Unary(pb.FilesRequest, self.files.files, reading, proves=True),
-            "Read": Stream(pb.ReadRequest, self.files.read),
+            "Register": StreamMethod(pb.ShardReport, ShardsService(controller, shards, door).register),
+            "Files": UnaryMethod(pb.FilesRequest, self.files.files, reading, proves=True),
+            "Read": StreamMethod(pb.ReadRequest, self.files.read),
         }
-        own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
+        own[_HEALTH] = {"Check": UnaryMethod(health_pb2.HealthCheckRequest, self._health.Check, reads)}
         timings = controller.timings
         self._listener = Listener(address, own, gate, public, tls, timings, max_silent_calls, max_strangers, held)
         self.port, self.refused = self._listener.port, self._listener.calls.refused

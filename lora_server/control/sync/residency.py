@@ -11,7 +11,7 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 @dataclass
-class AdapterResidency:
+class ResidencyRow:
     """One adapter, by shard: layers that are READY, layers in the host pool; shards that opened its files, that are
     loading it, that lack its files on disk; why some failed."""
 
@@ -32,13 +32,13 @@ class ResidencyTable:
         self.num_shards = layout.num_shards
         self._owning = [shards for shards in stages if shards]
         self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
-        self._adapters: dict[int, AdapterResidency] = {}
+        self._adapters: dict[int, ResidencyRow] = {}
         self._lock = threading.RLock()
 
     def report(self, shard: int, one: pb.Residency) -> None:
         """Replace what a shard has of an adapter."""
         with self._lock:
-            found = self._adapters.setdefault(one.handle, AdapterResidency())
+            found = self._adapters.setdefault(one.handle, ResidencyRow())
             found.layers[shard], found.host_layers[shard] = one.layers, one.host_layers
             (found.remote.add if one.remote else found.remote.discard)(shard)
             (found.loading.add if one.coming else found.loading.discard)(shard)
@@ -46,7 +46,7 @@ class ResidencyTable:
     def opened(self, handle: int, shard: int, error: str = "") -> None:
         """Note that a shard opened an adapter's files, or why it could not."""
         with self._lock:
-            found = self._adapters.setdefault(handle, AdapterResidency())
+            found = self._adapters.setdefault(handle, ResidencyRow())
             if error:
                 found.errors[shard] = error
             else:
@@ -118,8 +118,8 @@ class ResidencyTable:
                 return "host"
             return "remote" if found.remote else "disk"
 
-    def _of(self, handle: int) -> AdapterResidency:
-        return self._adapters.get(handle) or AdapterResidency()
+    def _of(self, handle: int) -> ResidencyRow:
+        return self._adapters.get(handle) or ResidencyRow()
 
     def _on_all(self, layers: Mapping[int, int]) -> int:
         return sum(min(layers.get(shard, 0) for shard in shards) for shards in self._owning)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_server.adapters import open_adapter
-from lora_server.daemon.backends import Memory
+from lora_server.daemon.backends import MemorySettings
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.entry import HALF_LIFE, AdapterEntry, Footprint, LayerState, Source
@@ -275,13 +275,13 @@ def test_a_pinned_adapter_is_never_evicted(adapters, sizes, make):
 
 def test_how_much_of_the_host_a_gpus_shard_pins():
     """Unless told: as much as its device pool, and all shards of a node together a quarter at most."""
-    unless_told = Memory(sharing=8)
+    unless_told = MemorySettings(sharing=8)
     assert unless_told.pinned_bytes(2048 << 30, 60 << 30) == 60 << 30
     assert unless_told.pinned_bytes(512 << 30, 60 << 30) == 16 << 30
-    assert Memory(sharing=8, host_pool=Size.parse("0")).pinned_bytes(2048 << 30, 60 << 30) == 0
-    assert Memory(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(2048 << 30, 60 << 30) == 90 << 30
+    assert MemorySettings(sharing=8, host_pool=Size.parse("0")).pinned_bytes(2048 << 30, 60 << 30) == 0
+    assert MemorySettings(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(2048 << 30, 60 << 30) == 90 << 30
     with pytest.raises(ConfigError, match="--host-pool"):
-        Memory(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(64 << 30, 60 << 30)
+        MemorySettings(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(64 << 30, 60 << 30)
 
 
 def test_what_does_not_fit_the_pool_is_refused_at_once_and_says_why(adapters, sizes, make):
