@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import settings
@@ -122,11 +123,8 @@ def test_concurrent_servers_give_each_handle_and_name_once(url):
                 ledger.list(version(taken[name], f"name-{name}", f"by-{number}"))
                 winners.append(name)
 
-    threads = [threading.Thread(target=change, args=(ledgers[number % 2], number)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(change, ledgers * 2, range(4)))
     before = ledgers[0].changes()
     for name in range(5):
         ledgers[1].remove(f"name-{name}")
@@ -185,11 +183,8 @@ def test_of_several_base_models_that_start_at_once_one_is_kept(ledger, url):
         else:
             ended.append("kept")
 
-    threads = [threading.Thread(target=start, args=[number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(start, range(4)))
     try:
         assert sorted(ended) == sorted(["kept", *["refused at its start" if ledger.shared else "refused"] * 3])
         with pytest.raises(ServerUnavailableError, match="another base model"):

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -197,11 +198,8 @@ def test_of_many_that_ask_at_once_no_more_are_let_in_than_may_be(server):
         except errors.LimitError:
             refused.append(kind)
 
-    threads = [threading.Thread(target=ask, args=[kind]) for kind in kinds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        list(threads.map(ask, kinds))
     assert len(refused) == len(kinds) - 1
     server.adapters.admission.pause("", 0)
 

@@ -19,7 +19,7 @@ from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterLoadError, AdmissionError, ServerUnavailableError
 from lora_server.placement import Layout, Placement
 from tests.support import serving, stores
-from tests.support.fleet import Fleet, now, start_checking
+from tests.support.fleet import start_checking
 from tests.support.serving import HANG_SECONDS, cli, flags, kill_controller, status, until
 from tests.support.workload import Workload, workload
 
@@ -124,20 +124,6 @@ def drain(server, *arguments):
 def admit_again(server):
     done = drain(server, "--undo")
     assert (done.returncode, done.stdout) == (0, "requests are admitted again\n"), done.stderr
-
-
-@pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_no_request_fails_while_a_shard_is_started_anew(load, server, tmp_path, shard):
-    before = {one.shard: one.pid for one in status(server.address).shards}
-    with Fleet(load, server.address, tmp_path, ("auto",)) as requests:
-        requests.all_right_again(now())
-        done = drain(server, "--shard", str(shard))
-        assert (done.returncode, done.stdout) == (0, f"shard {shard} was started anew\n"), done.stderr
-        requests.all_right_again(now())
-        assert requests.check().keys() == {"right"}
-    until(lambda: not status(server.address).clients, "its lease ended")
-    after = {one.shard: one.pid for one in status(server.address).shards}
-    assert {one for one in after if after[one] != before[one]} == {shard}
 
 
 def test_a_drained_server_admits_no_request_until_that_is_taken_back(load, server):

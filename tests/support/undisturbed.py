@@ -71,12 +71,16 @@ def a_shard_is_stopped(server: RunningServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_shard_is_drained(server: RunningServer) -> Iterator[None]:
-    """Drain a shard, which restarts between two requests."""
+    """It is started anew between two requests, and no other is."""
+    first, second = shard_processes(server.address)
     with ThreadPoolExecutor(1) as pool:
         arguments = ("drain", "--shard", "1", "--seconds", str(HANG_SECONDS), "--server", server.address)
         drained = pool.submit(cli, *arguments, seconds=2 * HANG_SECONDS)
         yield
-        assert drained.result().returncode == 0, drained.result().stderr
+        done = drained.result()
+    assert (done.returncode, done.stdout) == (0, "shard 1 was started anew\n"), done.stderr
+    now = shard_processes(server.address)
+    assert now[0] == first and now[1] != second
 
 
 @contextlib.contextmanager

@@ -182,12 +182,8 @@ def test_a_fetch_that_is_killed_leaves_nothing_that_is_used(far, tiny_adapters, 
         assert version_of(lease.path) == version and left(cache) == [lease.path.name]
 
 
-def test_a_fetch_ends_when_it_does_not_fit_at_its_deadline_and_when_it_is_cancelled(far, tiny_adapters, tmp_path):
-    url, fetcher = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache")
-    with pytest.raises(AdapterSourceError, match="not fetched within its time"):
-        fetcher.fetch(url, seconds=0)
-    with pytest.raises(AdapterSourceError, match="not wanted any more"):
-        fetcher.fetch(url, cancelled=lambda: True)
+def test_what_does_not_fit_the_cache_is_not_fetched(far, tiny_adapters, tmp_path):
+    url = far.put("law", tiny_adapters["all"])
     with pytest.raises(AdapterSourceError, match=r"--disk-cache-size is 10 B: give the disk cache more"):
         fetcher_of(tmp_path / "cache", 10).fetch(url)
     assert left(tmp_path / "cache") == []
