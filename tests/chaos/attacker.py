@@ -198,15 +198,19 @@ def idle_connections(address: str, count: int) -> None:
 
 
 def half_requests(address: str, count: int) -> None:
-    """Send half a request to every port of the controller, HTTP's among them; keep replacing the connections."""
-    ports = sorted(listening(servers(address)[0]))
-    open_ones: list[socket.socket] = []
+    """To every port of the controller, HTTP's among them; others all the time."""
+    keep_connecting(listening(servers(address)[0]), (b"GET /livez HT",), count)
+
+
+def keep_connecting(listened: set[int], said: Sequence[bytes], count: int) -> None:
+    """So many connections at a time, to each port in turn, and the oldest of them closed for a new one."""
+    ports, open_ones = sorted(listened), list[socket.socket]()
     for turn in itertools.count():
         while len(open_ones) >= count:
             open_ones.pop(0).close()
         with contextlib.suppress(OSError):
             open_ones.append(socket.create_connection(("127.0.0.1", ports[turn % len(ports)]), 5))
-            open_ones[-1].sendall(b"GET /livez HT")
+            open_ones[-1].sendall(said[turn // len(ports) % len(said)])
         if turn == count:
             busy()
         time.sleep(1e-3)
@@ -229,19 +233,8 @@ def no_descriptors(address: str, count: int) -> None:
 
 def strangers(address: str, count: int) -> None:
     """Connections that stay silent, and frames without an end, on every port."""
-    ports = sorted(port for process in servers(address) for port in listening(process))
     said = (b"", HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096), b"\x16\x03\x01" + bytes(64), PREFACE)
-    open_ones: list[socket.socket] = []
-    for turn in itertools.count():
-        while len(open_ones) >= count:
-            open_ones.pop(0).close()
-        with contextlib.suppress(OSError):
-            one = socket.create_connection(("127.0.0.1", ports[turn % len(ports)]), 5)
-            open_ones.append(one)
-            one.sendall(said[turn // len(ports) % len(said)])
-        if turn == count:
-            busy()
-        time.sleep(1e-3)
+    keep_connecting(set().union(*map(listening, servers(address))), said, count)
 
 
 # what comes, and how many in the short form, and in the long one
