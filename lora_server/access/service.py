@@ -34,7 +34,9 @@ class AccessService:
         shown = who
         if request.token:
             if not who.speaks_for_others:
-                raise PermissionDeniedError(f"another's token: got one of {who}, expected an engine of the operator")
+                raise PermissionDeniedError(
+                    f"token of another caller: got one of {who}, expected an engine of the operator"
+                )
             shown = self._gate.shown("Access/WhoIs", request.token)
         return pb.Caller(tenant=shown.tenant, role=shown.role, token=shown.token)
 
@@ -93,7 +95,9 @@ class AccessService:
     def Share(self, request: pb.ShareRequest, who: Identity) -> pb.ShareReply:
         adapter = self._find(who, request.name)
         if not who.is_operator and self._gate.names.owner(adapter) != who.tenant:
-            raise PermissionDeniedError(f"adapter {request.name!r}: is another's; expected one of {who.tenant}")
+            raise PermissionDeniedError(
+                f"adapter {request.name!r}: belongs to another tenant; expected one of {who.tenant}"
+            )
         self._store.share(adapter, request.tenant, request.stop, who)
         self._gate.cache.refresh()
         shared = self._gate.names.shared.get(adapter, set())

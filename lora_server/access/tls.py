@@ -105,7 +105,7 @@ class ServerCertificate:
             self._shown = _read(self._config, self._clock)
         except ConfigError as error:
             if str(error) != self._refused:
-                log.error("the new certificate is not used; the one before is shown on", files=files, reason=str(error))
+                log.error("the new certificate is not used; the old one stays in use", files=files, reason=str(error))
             self._refused = str(error)
             self._next_look = self._clock.now() + self._config.timings.certificate_look
         else:

@@ -95,17 +95,17 @@ class Drain:
         if self.reason:
             raise ServerBusyError(f"already {self.reason}: wait for that to end, or take it back with --undo")
         with self._alone():
-            self.reason = f"shard {shard} is started anew"
+            self.reason = f"restarting shard {shard}"
             try:
                 if held := self._admission.pause(self.reason, deadline - self._clock.now()):
                     raise ServerUnavailableError(
-                        f"shard {shard}: not started anew, since {held} adapters were still in use after "
+                        f"shard {shard}: not restarted, since {held} adapters were still in use after "
                         f"{seconds:g} s; give it longer"
                     )
                 self._clients.end_all()  # they hold nothing, and join anew when they want something
                 old = live[shard].pid
-                log.info("shard is told to end, to be started anew", shard=shard, pid=old)
-                stop = live[shard].commands.send(pb.ShardCommand(stop=True))
+                log.info("restarting a shard", shard=shard, pid=old)
+                stop = live[shard].send(pb.ShardCommand(stop=True))
                 wait_all([stop], max(1.0, deadline - self._clock.now()), "its end")
                 self._until(lambda: self._is_new(shard, old), deadline, shard)
             finally:

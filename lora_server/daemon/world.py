@@ -72,4 +72,4 @@ class ShardWorld:
         try:
             self._port.connect(WorldConnection(grant, self._world))
         except LeaseError as error:
-            log.info("a client went before it was connected", client=grant.client, reason=str(error))
+            log.info("a client left before it was connected", client=grant.client, reason=str(error))

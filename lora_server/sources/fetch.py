@@ -146,7 +146,7 @@ class Fetcher:
 
         def check() -> None:
             if cancelled() or time.monotonic() > deadline:
-                raise AdapterSourceError("not wanted any more" if cancelled() else "not fetched within its time")
+                raise AdapterSourceError("the request was cancelled" if cancelled() else "not fetched in time")
 
         with self._files(url, version, listed) as files:
             return self._copy(files, url, version, deadline, check)

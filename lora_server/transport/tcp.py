@@ -137,14 +137,14 @@ def _authenticate(sock: Stream, hello: Hello, shard: int, wait: Callable[[Stream
     sock.sendmsg(frame(MESSAGE, messages.encode(answer)))
     welcome = messages.decode_welcome(receive_message(sock, messages.MAX_MESSAGE_BYTES, wait))
     if not proves(welcome.proof, hello.key, b"shard", answer.nonce, challenge.nonce):
-        raise ShardUnavailableError(f"shard {shard}: what answers there does not know this lease")
+        raise ShardUnavailableError(f"shard {shard}: the peer does not know this lease")
     return RegionLayout(welcome.depth, welcome.request_bytes, welcome.response_bytes)
 
 
 def _wait(sock: Stream, deadline: float) -> None:
     """Block until there may be something to read; raises TimeoutError."""
     if not readable(sock, max(0.0, deadline - time.monotonic())):
-        raise TimeoutError("it is silent; is it overloaded, or does one of the two speak TLS alone?")
+        raise TimeoutError("the shard is silent; is it overloaded, or does only one of the two speak TLS?")
 
 
 class _Sender:

@@ -162,11 +162,11 @@ def connect(sock: socket.socket, certificate: bytes, wait: Callable[[TlsSocket],
     except ssl.SSLCertVerificationError:
         stream.close()
         raise ConnectionAbortedError(
-            "what answers there is another than the shard that the controller knows (its certificate differs)"
+            "the peer is not the shard that the controller knows (its certificate differs)"
         ) from None
     except ssl.SSLError as error:
         stream.close()
-        raise ConnectionAbortedError(f"what answers there speaks no TLS, or not ours ({error.reason})") from None
+        raise ConnectionAbortedError(f"the peer speaks no TLS, or not ours ({error.reason})") from None
     except BaseException:
         stream.close()
         raise

@@ -149,7 +149,7 @@ def _check_answer(call: proofs.SignedCall, answer: Any) -> None:
         return
     if not call.is_proven(str(metadata.get(proofs.ANSWER_KEY, "")), said):
         raise ServerUnavailableError(
-            f"{call.call}: what answers there does not prove that it knows the caller's token ({call.header.id}): "
+            f"{call.call}: the peer does not prove that it knows the caller's token ({call.header.id}): "
             "another process may have the server's port, or the server is older than this client"
         )
 

@@ -124,7 +124,7 @@ def test_a_peer_with_another_certificate_is_no_shard(shard):
 def test_neither_side_falls_back_to_the_clear(shard, tmp_path):
     """Neither an engine that was told to expect TLS, nor a shard that has it."""
     shard.port.grant(Grant(1, 1, b"key"))
-    with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: it is silent.*TLS"):
+    with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: the shard is silent.*TLS"):
         TcpLink(shard.listener.address, HELLO, SHARD, 0.3)
     with echo_shard("tcp", tmp_path) as clear:
         clear.port.grant(Grant(1, 1, b"key"))
@@ -172,7 +172,7 @@ def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, clock):
 def test_an_engine_waits_for_no_handshake_longer_than_it_said():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, began = f"tcp://127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
-        with pytest.raises(ShardUnavailableError, match=f"shard {SHARD} at {address}: it is silent"):
+        with pytest.raises(ShardUnavailableError, match=f"shard {SHARD} at {address}: the shard is silent"):
             TcpLink(address, HELLO, SHARD, 0.2, shard_certificate(SHARD).der)
         assert 0.2 <= time.monotonic() - began < 30
 

@@ -55,4 +55,4 @@ class UpdateFailures:
         try:
             self._kept.keep(name, why) if why else self._kept.forget(name)
         except ServerUnavailableError as error:  # the caller is told what became of the update
-            log.warning("how an update ended is not kept", name=name, reason=str(error))
+            log.warning("an update's outcome cannot be stored", name=name, reason=str(error))

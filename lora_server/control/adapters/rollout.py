@@ -229,7 +229,7 @@ class AdapterRollout:
         refusals.pop(name)
         if stamp:
             do = f"{uri} is taken again when it changes, or by lora-server adapters add {name} {uri}"
-            log.info("its directory is left alone", name=name, until=do)
+            log.info("the removed adapter's directory is ignored", name=name, until=do)
             refusals.put(RefusedAdapter(name, uri, REMOVED, do, stamp))
 
     # -- pins
@@ -263,4 +263,4 @@ def _readable(uri: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise AdapterSourceError(f"adapter source {clip(uri)}: cannot be read: {reason}; look at it there") from error
+        raise AdapterSourceError(f"adapter source {clip(uri)}: cannot be read: {reason}; check it on node 0") from error

@@ -59,7 +59,7 @@ class StampStore:
                 for uri, (one, stamp) in self._new.items()
             )
         except ServerUnavailableError as error:
-            log.warning("what was read of the followed directory is not kept yet", reason=str(error))
+            log.warning("records of the followed directory cannot be stored yet; trying again", reason=str(error))
         else:
             self._new = {}
 

@@ -73,7 +73,7 @@ class DirectoryWatch:
             try:
                 self.poll(began)
             except Exception:
-                log.exception("a look at the followed directory failed; it goes on")
+                log.exception("a scan of the followed directory failed; trying again")
             pause = max(self._timings.watch_poll, IDLE_SHARE * (time.monotonic() - began))
 
     def poll(self, now: float) -> None:
@@ -99,7 +99,7 @@ class DirectoryWatch:
         if take or gone:
             self._source.keep()
         if waits and waits != waited:
-            log.warning("not taken from the followed directory yet; trying again", reason=waits)
+            log.warning("adapters of the followed directory are not loaded yet; trying again", reason=waits)
         self._logged = waits, found.unnamed
         if not waits and now - self._began >= settle:
             self._start.registered.set()

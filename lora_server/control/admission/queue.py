@@ -113,7 +113,7 @@ class AdmissionQueue:
         for ticket in self.tickets.cancelled(client, numbers, self.clock()):
             if ticket.handles is not None:
                 self._release(client, ticket.handles)
-            ticket.handles, ticket.error = None, AdmissionError(f"adapters {list(ticket.names)}: not wanted any more")
+            ticket.handles, ticket.error = None, AdmissionError(f"adapters {list(ticket.names)}: request cancelled")
         self.admit()
 
     def release(self, client: int, handles: Iterable[int]) -> None:

@@ -107,7 +107,7 @@ class WorldMembership:
         """Gather one, of which this shard is the first; its number is above all, also those of earlier controllers."""
         over = set(self._engines.clients.values()) if self._made else set()
         if self._made:
-            log.error("NVSHMEM's world is over: a shard died; the others start anew", world=self._number)
+            log.error("NVSHMEM's world is over: a shard died; the others restart", world=self._number)
             self._start_anew(self._here.keys() - {first})
             self._engines.clear()
         self._number, self._uid, self._made = max(self._number + 1, int(self._clock.time())), b"", False

@@ -190,7 +190,7 @@ class CallHandler:
             except LoraServerError as error:
                 await _abort(context, error, prove)
             except Exception as error:
-                log.exception("a call failed, and should not have")
+                log.exception("internal error in a call")
                 await _abort(context, LoraServerError(f"the server failed: {error!r:.200}; see its log"), prove)
 
         return grpc.stream_stream_rpc_method_handler(handle)

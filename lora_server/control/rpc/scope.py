@@ -159,7 +159,7 @@ class Scope:
             return full
         if not self._adapters.listings.known([full]):
             raise self._unknown(name)
-        raise PermissionDeniedError(f"adapter {name!r}: is another's; expected one of {self.who.tenant}")
+        raise PermissionDeniedError(f"adapter {name!r}: belongs to another tenant; expected one of {self.who.tenant}")
 
     def check_acquire(self, full: Sequence[str]) -> CheckInUse | None:
         """Check an acquire against the tenant's rate now, and return a check of its active adapters, None if they are

@@ -99,7 +99,7 @@ def test_another_tenants_adapter_reads_as_if_it_did_not_exist(gated):
         acquire(gated, "acme", proof, "bot", "rival/secret")
     with pytest.raises(errors.UnknownAdapterError):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="rival/secret"))
-    with pytest.raises(errors.PermissionDeniedError, match="'law': is another's; expected one of acme"):
+    with pytest.raises(errors.PermissionDeniedError, match="'law': belongs to another tenant; expected one of acme"):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="law"))
     assert get(gated, "", "law") == "law"
 
@@ -111,7 +111,7 @@ def test_a_shared_adapter_is_seen_by_the_tenants_it_is_shared_with(gated):
     assert list(share("rival", "bot", "acme").tenants) == ["acme"]
     assert get(gated, "acme", "rival/bot") == "rival/bot" and get(gated, "acme", "bot") == "acme/bot"
     assert "rival/bot" not in listed(gated, "", Role.ENGINE)
-    with pytest.raises(errors.PermissionDeniedError, match="is another's"):
+    with pytest.raises(errors.PermissionDeniedError, match="belongs to another tenant"):
         share("acme", "rival/bot", "acme")
     assert share("rival", "bot").all and "rival/bot" in listed(gated, "", Role.ENGINE)
     assert not share("rival", "bot", stop=True).tenants

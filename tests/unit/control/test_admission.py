@@ -193,7 +193,7 @@ def test_a_call_without_a_ticket_is_admitted_at_once_or_refused():
 def test_a_cancel_that_precedes_its_ticket_leaves_no_hold():
     admission, _ = limited(a=6)
     admission.cancel(1, [7])
-    with pytest.raises(AdmissionError, match="not wanted any more"):
+    with pytest.raises(AdmissionError, match="request cancelled"):
         admission.acquire(1, 7, ["a"])
     assert not admission.capacity.active
     admission.settle(1, [7])

@@ -182,8 +182,12 @@ def test_a_fetch_that_is_killed_leaves_nothing_that_is_used(far, tiny_adapters, 
         assert version_of(lease.path) == version and left(cache) == [lease.path.name]
 
 
-def test_what_does_not_fit_the_cache_is_not_fetched(far, tiny_adapters, tmp_path):
-    url = far.put("law", tiny_adapters["all"])
+def test_a_fetch_ends_when_it_does_not_fit_at_its_deadline_and_when_it_is_cancelled(far, tiny_adapters, tmp_path):
+    url, fetcher = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache")
+    with pytest.raises(AdapterSourceError, match="not fetched in time"):
+        fetcher.fetch(url, seconds=0)
+    with pytest.raises(AdapterSourceError, match="the request was cancelled"):
+        fetcher.fetch(url, cancelled=lambda: True)
     with pytest.raises(AdapterSourceError, match=r"--disk-cache-size is 10 B: give the disk cache more"):
         fetcher_of(tmp_path / "cache", 10).fetch(url)
     assert left(tmp_path / "cache") == []
@@ -231,7 +235,7 @@ def test_a_fetch_from_a_silent_server_ends_with_its_deadline_and_its_caller(far,
             left_alone.set()
         error = fetching.exception(SECONDS)
     assert isinstance(error, AdapterSourceError)
-    assert ("not wanted any more" if end == "caller" else "not fetched within its time") in str(error)
+    assert ("the request was cancelled" if end == "caller" else "not fetched in time") in str(error)
     assert left(tmp_path / "cache") == [] and far.got.total() == 1, "it was not asked again after its silence"
 
 
