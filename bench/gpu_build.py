@@ -19,9 +19,9 @@ from bench import gpu_ptx
 from bench.gpu_run.state import ROOT
 from kernels_cuda.build import DTYPES, KERNELS, read_source
 from kernels_cuda.residency import SERVE_WARPS, ThreadBlock, fit
-from lora_server.transport.gpu import nvshmem_build
-from lora_server.transport.gpu.nvshmem_build import STATE, Compiled
-from lora_server.transport.gpu.source import FILES, ONE_WARP, SERVES
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.nvshmem.nvshmem_build import STATE, Compiled
+from lora_server.device.protocol.source import FILES, ONE_WARP, SERVES
 
 
 class Gpu(NamedTuple):

@@ -11,49 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from lora_server.transport.base import Link
-from lora_server.wire.slot import Wire
-
-MAX_PREFETCHED = 256  # adapters that one client may announce at a time
-
-
-class Proof(NamedTuple):
-    """A client's credentials, which sign every call."""
-
-    client: int
-    epoch: int
-    key: bytes
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The agreement of client and server. `max_step_rows` bounds the entries of one message."""
-
-    client: int
-    epoch: int
-    spec: ModelSpec
-    layout: Layout
-    coordination: str
-    max_step_rows: int
-    server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
-    hidden_adapters: tuple[str, ...] = ()  # adapters that the client cannot serve: its base model has their names
-    num_adapters: int = 0  # of the server when this was agreed
-    wire: Wire = "exact"
-
-    @property
-    def placement(self) -> Placement:
-        """Return the placement: the owner of each site and expert."""
-        return Placement(self.spec, self.layout)
-
-
-@dataclass(frozen=True)
-class Held:
-    """An adapter that the session holds; it is not removed before it is released."""
-
-    name: str
-    handle: int
-    sites: frozenset[Site]
-    version: str = ""
-    invocation: Invocation | None = None
+from lora_server.wire.terms import Held, Proof, Terms
 
 
 class Session(ABC):
@@ -83,7 +41,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def proof(self) -> Proof:
-        """Return the proof of this lease, a secret, by which another session of the engine may borrow its adapters."""
+        """Proof of this lease. Another session of the engine borrows with it what is held here; keep it secret."""
 
     @abstractmethod
     def borrow(self, holder: Proof) -> None:
@@ -99,11 +57,10 @@ class Session(ABC):
 
 
 class Server(Protocol):
-    """A server that a client can join; `address` is for messages to people."""
+    """Something to join; `address` is for people."""
 
     address: str
 
     def join(self, seconds: float) -> Session:
-        """Join the server and return the session. Raises ServerUnavailableError at the deadline, or the error of a
-        shard that cannot be reached."""
+        """Join; raises ServerUnavailableError, or why a shard could not be reached, at the deadline."""
         ...

@@ -54,7 +54,7 @@ class ConnectionLimit:
     ) -> None:
         """`proven`: connections that showed a good token or lease. They are never ended; closed ones are removed."""
         self._port, self._max_of_a_host, self._max_strangers = port, max_of_a_host, max_strangers
-        self.proven: set[Peer] = set()  # peers that showed a valid token or lease: never ended here
+        self.proven: set[Peer] = set() if proven is None else proven
         self._sockets: dict[int, Peer | None] = {}  # by inode, oldest first; None: not of this port
         self._complain = Repeats(log.warning)
 

@@ -105,7 +105,7 @@ class Drain:
                 self._clients.end_all()  # they hold nothing, and join anew when they want something
                 old = live[shard].pid
                 log.info("restarting a shard", shard=shard, pid=old)
-                stop = live[shard].send(pb.ShardCommand(stop=True))
+                stop = live[shard].commands.send(pb.ShardCommand(stop=True))
                 wait_all([stop], max(1.0, deadline - self._clock.now()), "its end")
                 self._until(lambda: self._is_new(shard, old), deadline, shard)
             finally:

@@ -178,13 +178,3 @@ class ControllerStream:
         if command.HasField("claim"):
             self.up.set()
             self._quiet_until = 0.0
-        self._kept.note(command)
-        self._execute(command, done)
-
-    def _drop_everything(self) -> None:
-        handles, clients = self._kept.forget()
-        log.warning("the server is a new one: dropping the state of the old one", adapters=len(handles))
-        for client in clients:
-            self._execute(pb.ShardCommand(revoke=client), lambda error: None)
-        for handle in handles:
-            self._execute(pb.ShardCommand(drop=handle), lambda error: None)

@@ -22,7 +22,6 @@ from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, shape_of, un
 from kernels_cuda.ops import NOTHING
 from lora_server.daemon import backends
 from lora_server.daemon.backends import MemorySettings
-from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
 from lora_server.demo.inproc import InprocServer

@@ -23,6 +23,7 @@ from bench.gpu_run import (
     world,
 )
 from kernels_cuda.residency import ThreadBlock
+from lora_server.device.nvshmem import nvshmem_build
 from lora_server.errors import AdapterError
 from lora_server.transport import e4m3
 from tests.support.gpu import emulated, emulated_gpu

@@ -91,10 +91,6 @@ class Leases:
         with self._lock:
             self._next_client = max(self._next_client, client + 1)
 
-    def is_known(self, client: int, epoch: int) -> bool:
-        """Return whether this client and epoch have a lease."""
-        return self.find(client, epoch) is not None
-
     def find(self, client: int, epoch: int) -> ClientLease | None:
         """Return the lease of this client and epoch, None if it is gone."""
         with self._lock:

@@ -37,14 +37,8 @@ class PendingCommand:
 class CommandQueue:
     """Commands to one shard, in order, and those that it has not reported on yet. Thread-safe."""
 
-    def __init__(self, registration: pb.Registration) -> None:
-        self.registration = registration
-        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
-        self.epoch = 0  # of its claim to the rank
-        self.stats = pb.ShardStats()
-        self.leaving = False  # the shard announced that it stops
-        self.calls = Counts()  # for files
-        self.heard = 0.0  # when it last reported, by the table's clock
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
@@ -89,7 +83,21 @@ class CommandQueue:
             yield command
 
     def _death(self) -> ShardUnavailableError:
-        return ShardUnavailableError(f"shard {self.shard}: the shard went away before it finished the command")
+        return ShardUnavailableError(f"shard {self._shard}: the shard went away before it finished the command")
+
+
+class ShardHandle:
+    """One live incarnation of a shard, as long as its stream lives."""
+
+    def __init__(self, registration: pb.Registration) -> None:
+        self.registration = registration
+        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.epoch = 0  # of its claim to the rank
+        self.stats = pb.ShardStats()
+        self.leaving = False  # it said that it stops
+        self.calls = Counts()  # for files
+        self.heard = 0.0  # when it last reported, by the table's clock
+        self.commands = CommandQueue(self.shard)
 
 
 class ShardTable:

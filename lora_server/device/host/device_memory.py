@@ -56,7 +56,7 @@ class _DescriptorTwin:
 
 
 class _HandleTwin:
-    """A shard's end by an IPC handle; see Twin. After `free` it is kept in `spare` for the next client."""
+    """A shard's end by an IPC handle; see Twin. Freed, it waits in `spare` for the next client."""
 
     rows: Rows
     kind: Literal["fd", "ipc", "slots"] = "ipc"
@@ -77,15 +77,14 @@ class _HandleTwin:
         self.rows = TwinRows(self._memory, layout)
 
     def give(self, pid: int) -> _HandleTwin:
-        """Zero the memory and assign it to a client's process."""
+        """Hand it to a client's process, zeroed."""
         zero(self._memory)
         with contextlib.suppress(OSError):  # it has ended, or is out of sight: in another container, say
             self._client = os.pidfd_open(pid)
         return self
 
     def free(self) -> bool:
-        """Free the memory if the client's process has ended; until then it could access the memory, and the result is
-        False."""
+        """Not before the client's process has ended: until then it could read and write there."""
         if self._client < 0 or not select.select([self._client], [], [], 0)[0]:
             return False
         os.close(self._client)
@@ -119,87 +118,10 @@ class GpuMemory:
                 ) from error
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Pin host memory; return a function that unpins it. Memory that cannot be pinned is copied more slowly."""
+        """Memory that cannot be pinned is copied more slowly."""
         try:
             pinned = Pinned(memory, [(0, memory.nbytes)], self._device)
         except ConfigError as error:
             log.warning("slots are copied as pageable memory", reason=str(error))
             return lambda: None
         return pinned.close
-
-
-# -- the client's end
-
-
-class ImportedTwin:
-    """A shard's memory in a client's process; `rows` are views of it."""
-
-    def __init__(self, welcome: Welcome, fd: int, layout: RegionLayout, device: torch.device) -> None:
-        """Map the memory; raises ConfigError if it was not offered, or cannot be mapped."""
-        if not welcome.twin:
-            raise ConfigError(f"transport cuda_ipc: {welcome.why}; use transport='shm'")
-        self._device, self._mapped, self._opened = device, None, 0
-        try:
-            with on_device(device):
-                pointer = self._map(fd, layout) if welcome.twin == "fd" else self._open(welcome.handle)
-                self.rows = TwinRows(as_tensor(pointer, twin_bytes(layout), None, device), layout)
-        except (RuntimeError, ImportError) as error:
-            self.close()
-            raise ConfigError(
-                f"transport cuda_ipc: {device} cannot map the shard's GPU memory ({error}); is the shard's GPU "
-                "visible to this process? transport='shm' works without"
-            ) from error
-
-    _mapped: Imported | None
-
-    def _map(self, fd: int, layout: RegionLayout) -> int:
-        self._mapped = Imported(fd, twin_bytes(layout), self._device)
-        return self._mapped.pointer
-
-    def _open(self, handle: bytes) -> int:
-        import cupy
-
-        self._opened = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-        return self._opened
-
-    def close(self) -> None:
-        """Unmap; idempotent. The caller has waited for its kernels."""
-        with on_device(self._device):
-            if self._mapped is not None:
-                self._mapped.close()
-            if self._opened:
-                import cupy
-
-                cupy.cuda.runtime.ipcCloseMemHandle(self._opened)
-                self._opened = 0
-
-
-class Pinned:
-    """Parts (begin, end) of host memory, whole pages, registered with the driver: a GPU can load and store there."""
-
-    def __init__(self, memory: memoryview, parts: list[tuple[int, int]], device: torch.device) -> None:
-        """Register the parts; raises ConfigError if the driver refuses. Keeps no view of the memory."""
-        import cupy
-
-        self._runtime, self._device = cupy.cuda.runtime, device
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._registered: list[int] = []
-        try:
-            with on_device(device):
-                for begin, end in parts:
-                    self._runtime.hostRegister(self._address + begin, end - begin, PORTABLE_AND_MAPPED)
-                    self._registered.append(self._address + begin)
-        except self._runtime.CUDARuntimeError as error:
-            self.close()
-            raise ConfigError(f"{device} cannot pin host memory ({error}); raise the limit on locked memory") from error
-
-    def pointer(self, offset: int) -> int:
-        """Return the device's address of a byte of a registered part."""
-        with on_device(self._device):
-            return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
-
-    def close(self) -> None:
-        """Unregister the memory; idempotent. No copy or kernel may still use it."""
-        with on_device(self._device), contextlib.suppress(self._runtime.CUDARuntimeError):
-            while self._registered:
-                self._runtime.hostUnregister(self._registered.pop())

@@ -10,8 +10,8 @@ import numpy as np
 
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.residency import ThreadBlock
-from lora_server.transport.gpu.layout import LANES
-from lora_server.transport.gpu.source import FILES
+from lora_server.device.protocol.layout import LANES
+from lora_server.device.protocol.source import FILES
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_room import Room
 
