@@ -7,6 +7,7 @@ node              one `lora-server serve`: what it starts   processes  how: watc
 controller_main   the controller's process (rank 0)         http       its port
   guard           its ports, while none listens there      heap       large buffers are given back
 shard_main        a shard's process                         backends   what it computes with
+  shard_parts       its listeners, and what serves steps
   stream            to its controller, whenever there is one
     shard_commands    what that tells it                    shard_reports  what it tells that
   files             of adapters, from node 0

@@ -114,11 +114,18 @@ def hold(directory: Path) -> int:
     return held
 
 
-def leave(directory: Path, held: int) -> None:
-    """Remove the directory of a node that was killed, unless another process still uses it."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
+class DirectoryUse:
+    """A child process's use of its node's run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._parent, self._held = directory, os.getppid(), hold(directory)
+
+    def end(self) -> None:
+        """Remove the directory if its node was killed, unless another process still uses it."""
+        if os.getppid() != self._parent:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def remove_stale(parent: Path) -> None:

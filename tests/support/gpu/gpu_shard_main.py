@@ -7,7 +7,7 @@ import torch
 from lora_server.daemon import backends
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.shard_main import ShardProcess
-from lora_server.device.host.connection import SlotsMemory
+from lora_server.daemon.shard_parts import ServingParts, ShardListeners
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Placement
 from lora_server.shard.device_host import DeviceShardHost
@@ -19,27 +19,29 @@ GPU = EmulatedGpu()
 PAGES = 6  # an adapter of a tiny model takes one
 
 
-class EmulatedShard(ShardProcess):
+class EmulatedListeners(ShardListeners):
     def _client_memory(self) -> DeviceMemory:
         return SlotsMemory(GPU)
 
+
+class EmulatedParts(ServingParts):
     def _serving(self, placement: Placement) -> DeviceShardHost:
         config, dtype = self.config, getattr(torch, self.config.dtype)
-        pool, memory = PagePool(PAGES, "cpu"), self._memory(1)
-        return self._device_host(
+        pool, memory = PagePool(PAGES, "cpu"), self.memory(1)
+        return self.device_host(
             backends.resident(
                 placement,
                 config.shard,
                 dtype,
                 EmulatedWorldGpu() if config.gpu_transport == "nvshmem" else GPU,
-                self.port.layout,
+                self.listeners.port.layout,
                 config.max_step_rows,
                 pool,
                 memory=memory,
-                on_layer=self._layer_loaded,
+                on_layer=self.layer_loaded,
             )
         )
 
 
 def main() -> None:
-    run_child(EmulatedShard)
+    run_child(lambda config: ShardProcess(config, EmulatedListeners, EmulatedParts))
