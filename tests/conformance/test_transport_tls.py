@@ -133,23 +133,6 @@ def test_neither_side_falls_back_to_the_clear(shard, tmp_path):
         assert clear.port.connections == ()
 
 
-def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, clock):
-    client, half = shard.client(1), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
-    with contextlib.ExitStack() as stack:
-        stalled = [stack.enter_context(socket.create_connection(parse(shard.listener.address))) for _ in range(20)]
-        for one in stalled:
-            one.sendall(half)
-        client.step()
-        other = shard.client(2)
-        other.step()
-        clock.advance(Timings.handshake + 1)
-        for one in stalled:
-            one.settimeout(SECONDS)
-            with contextlib.suppress(ConnectionResetError):
-                assert one.recv(1) == b"", "it is closed, and heard nothing"
-    client.step(), other.step()
-
-
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
 def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, clock):
     sock = socket.create_connection(parse(shard.listener.address), SECONDS)

@@ -44,7 +44,7 @@ from lora_server.wire.messages import proves
 from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.controllers import ToldShard, make_controller, registration
 from tests.support.far import far_server, fetcher_of
-from tests.support.serving import HANG_SECONDS, until
+from tests.support.serving import HANG_SECONDS, has_ended, until
 from tests.support.signed import borrow, signed
 
 SECRET = "that of this run"
@@ -149,19 +149,6 @@ def raw(address, count, said=PREFACE):
         yield sockets
 
 
-def closed(sock):
-    """Whether the server has ended it."""
-    sock.setblocking(False)
-    try:
-        while data := sock.recv(4096):
-            assert data
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        pass
-    return True
-
-
 def test_idle_connections_of_a_host_are_bounded_and_end_no_engines():
     with serving(max_strangers=8) as (_, controller, address), open_channel(address) as channel:
         lease = controller.clients.leases.grant("engine")
@@ -169,7 +156,7 @@ def test_idle_connections_of_a_host_are_bounded_and_end_no_engines():
         states = []
         channel.subscribe(states.append)
         with capture_logs() as lines, raw(address, 60) as sockets:
-            until(lambda: sum(map(closed, sockets)) >= 52, "the oldest are closed")
+            until(lambda: sum(map(has_ended, sockets)) >= 52, "the oldest are closed")
             for _ in range(5):
                 assert not beat(controller, address, channel, lease).forgot
             assert (
@@ -190,14 +177,14 @@ def test_connections_that_leases_were_granted_on_stay_though_no_token_is_needed(
             call(rpc.ClientsStub(channel).Join, request, server=address, seconds=HANG_SECONDS)
             channel.subscribe(states.append)
         sockets = stack.enter_context(raw(address, 30))
-        until(lambda: sum(map(closed, sockets)) >= 22, "the oldest strangers are closed")
+        until(lambda: sum(map(has_ended, sockets)) >= 22, "the oldest strangers are closed")
         assert not lost & set(states)
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10]])
 def test_a_connection_that_does_not_say_what_it_is_ends_soon(said):
     with serving(Timings(handshake=0.2)) as (*_, address), raw(address, 1, said) as (sock,):
-        until(lambda: closed(sock), "it is closed", HANG_SECONDS / 2)
+        until(lambda: has_ended(sock), "it is closed", HANG_SECONDS / 2)
 
 
 def test_a_connection_without_calls_ends():

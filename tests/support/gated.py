@@ -20,7 +20,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import call, open_channel
 from tests.support.controllers import ToldShard, kept, make_controller
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, heard
 from tests.support.signed import proof_of
 
 SECRET = "of this run's nodes"
@@ -81,10 +81,7 @@ class Gated:
             shown = f"Authorization: {header}\r\n" if header else ""
             head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{shown}\r\n"
             connection.sendall(head.encode("latin-1"))
-            connection.settimeout(HANG_SECONDS)
-            answer = b""
-            while part := connection.recv(65536):
-                answer += part
+            answer = heard(connection)
         head, _, body = answer.partition(b"\r\n\r\n")
         return int(head.split()[1]), body.decode(errors="replace"), head.decode()
 

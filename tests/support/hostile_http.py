@@ -4,7 +4,7 @@ import contextlib
 import socket
 import struct
 
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, heard
 
 
 def opened(port, payload=b""):
@@ -60,5 +60,4 @@ def attack(port, payload, manner):
         connection.sendall(payload)
         if manner == "read":
             connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
+            heard(connection)

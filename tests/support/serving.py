@@ -48,6 +48,25 @@ def until(condition: Callable[[], object], what: str, seconds: float = HANG_SECO
         time.sleep(0.02)
 
 
+def heard(sock: socket.socket) -> bytes:
+    """What a peer says until it ends the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := sock.recv(1 << 16):
+            said += more
+    return said
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether a peer has ended the connection by now; what it said before goes."""
+    sock.setblocking(False)
+    try:
+        heard(sock)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def flags(work: Workload, *more: str) -> list[str]:
     """Flags of `lora-server serve` for a workload."""
     return ["--base-model", str(work.base), "--adapters", str(work.adapters), *more]

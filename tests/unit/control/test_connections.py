@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from lora_server.control.connections import ConnectionLimit, Peer
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, has_ended
 
 
 @contextlib.contextmanager
@@ -26,14 +26,7 @@ def port():
 
 def open_ones(connections):
     """Indices of those whose other end is there."""
-
-    def is_open(sock):
-        sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            return sock.recv(1) != b""
-        return True
-
-    return [index for index, (sock, _) in enumerate(connections) if is_open(sock)]
+    return [index for index, (sock, _) in enumerate(connections) if not has_ended(sock)]
 
 
 def test_the_oldest_of_a_host_end_and_those_that_proved_something_stay():

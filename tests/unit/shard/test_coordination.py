@@ -19,7 +19,7 @@ from lora_server.wire import messages, slot
 from lora_server.wire.messages import Challenge, Follow, Lead, Order, badge_of
 from lora_server.wire.slot import RequestHeader
 from tests.support.rig import LOADED, Client, healthy, make_rig
-from tests.support.serving import HANG_SECONDS, until
+from tests.support.serving import HANG_SECONDS, heard, until
 
 
 class Peer(Connection):
@@ -81,11 +81,7 @@ def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_fo
             stranger.sendall(said)
         order_of(leader, 5, to=follower)
         for stranger in strangers:
-            heard = b""
-            with contextlib.suppress(ConnectionResetError):
-                while more := stranger.recv(4096):
-                    heard += more
-            assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
+            assert len(heard(stranger)) <= HEADER.size + 64, "a challenge, and no more"
     assert leader.followers == 1
     make_follower()
     assert leader.followers == 2, "others are let in"
@@ -145,18 +141,13 @@ def test_a_peer_that_knows_the_badge_hears_orders_and_holds_up_no_follower(leade
         assert leader.followers == 2, "as one shard"
         order_of(leader, 1, to=follower)
         for peer in (silent, talks):
-            heard = peer.recv(4096)
-            assert messages.decode(heard[HEADER.size :], Order).client == 1
+            assert messages.decode(peer.recv(4096)[HEADER.size :], Order).client == 1
         talks.sendall(b"".join(frame(MESSAGE, messages.encode(Order(9, 1, 1, 60_000_000)))))
         again = stack.enter_context(socket.create_connection(parse(leader.address)))
         again.settimeout(HANG_SECONDS)
         again.sendall(follow)
         for peer in (talks, again):
-            said = b""
-            with contextlib.suppress(ConnectionResetError):
-                while more := peer.recv(4096):
-                    said += more
-            assert len(said) <= HEADER.size + 64, "a challenge, and no more"
+            assert len(heard(peer)) <= HEADER.size + 64, "a challenge, and no more"
         for _ in range(300):
             admitted(stack, leader)
         assert len(leader._orders._followers) <= 1 + MAX_OF_A_FOLLOWER and leader.followers == 2
