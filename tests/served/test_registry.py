@@ -1,5 +1,6 @@
 """Registries: bad adapters leave them as before, of an update one version serves, whole, and servers share one."""
 
+import itertools
 import json
 import os
 import shutil
@@ -19,9 +20,10 @@ from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import versions
 from lora_server.sources.copies import Copies
 from lora_server.timings import Timings
-from tests.support.adapter_files import CONFIG, Q, good
+from tests.support.adapter_files import LAYERS, Q, good
+from tests.support.killed_controller import STAGES, part_of
 from tests.support.postgres import host_of, read_only, running_postgres
-from tests.support.restarts import SECONDS, STAGES, Killed, Server, dies
+from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, cli, command_of, listed, until
 from tests.support.workload import workload
 
@@ -44,7 +46,7 @@ def test_a_controller_that_is_killed_in_an_update(server, monkeypatch, method, a
     first = server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS)
     server.adapters.rollout.pin("law", SECONDS)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, method, after)
+        dies(server, patch, *part_of(server.adapters, method), after)
         server.adapters.rollout.update("law", str(server.paths["qv"]), SECONDS)
     server.kill()
     (record,) = [one.record for one in server.adapters.listings.all()]
@@ -61,7 +63,7 @@ def test_a_directorys_adapter_serves_on_when_its_update_by_hand_is_killed(server
     server.controller.arrivals.announce()
     before = server.served()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, "catalog.ledger.added", False)
+        dies(server, patch, server.adapters.catalog.ledger, "added", False)
         server.adapters.rollout.update("law", str(server.paths["qv"]), SECONDS)
     server.kill()
     assert server.served() == before and server.controller.start.registered.is_set()
@@ -79,6 +81,26 @@ def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server)
     assert "no memory" in said(server)[0]
     assert server.served() == {"law": before.version}
     assert [one.version for one in server.adapters.listings.versions("law")] == [before.version]
+
+
+def test_a_directorys_files_are_read_again_only_if_touched(server, monkeypatch):
+    """By the stamps of its files; a whole restart, whose shards know nothing."""
+    found = dict(itertools.islice(server.paths.items(), 2))
+    server.adapters.directory.register(found)
+    before = server.served()
+    server.adapters.rollout.pin(next(iter(found)), SECONDS)
+    server.shard.close()
+    server.shard = None
+    server.database.close()
+    server.start()
+
+    def read(*_, **__):
+        raise LoraServerError("it was read")
+
+    monkeypatch.setattr("lora_server.control.adapters.directory.validate_adapter", read)
+    server.adapters.directory.register(found)
+    assert server.served() == before and not server.adapters.catalog.refusals.listed()
+    assert server.adapters.listings.get(next(iter(found))).record.pinned
 
 
 def test_a_failed_updates_warning_ends_with_the_next_update_or_its_adapter(server):
@@ -263,14 +285,35 @@ def test_a_database_that_is_not_there_is_named(tmp_path):
         Database(f"postgresql://lora:secret@/none?host={tmp_path}", Timings(database_open=0.1))
 
 
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "w1"]}
 FIRST = f"{Q}.lora_A.weight"
-# kind: what is changed in the config, what in the tensors, and what the refusal says; tests/unit/adapters has all
+# kind: what is changed in the config, what in the tensors, and what the refusal says
 FILES = {
     "DoRA": ({"use_dora": True}, {}, "use_dora"),
+    "biases": ({"bias": "all"}, {}, "bias"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+    "another method": ({"peft_type": "IA3"}, {}, "peft_type"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, {}, "init_lora_weights"),
+    "replicated layers": ({"layer_replication": [[0, 2], [1, 4]]}, {}, "layer_replication"),
+    "QA-LoRA": ({"use_qalora": True}, {}, "use_qalora"),
+    "block diagonal": ({"use_bdlora": {"nblocks": 2}}, {}, "use_bdlora"),
+    "trained tokens": ({"trainable_token_indices": [3]}, {}, "trainable_token_indices"),
+    "what nobody knows": ({"use_something_new": True}, {}, "use_something_new"),
     "rank 0": ({"r": 0}, {}, "got 0"),
+    "rank too large": ({"r": 1025}, {}, "got 1025"),
+    "rank no number": ({"r": "8"}, {}, "got '8'"),
+    "alpha NaN": ({"lora_alpha": float("nan")}, {}, "lora_alpha"),
+    "a pattern that never ends": ({"rank_pattern": {r"(a)\1": 4}}, {}, "references to groups"),
+    "an empty invocation": ({"alora_invocation_tokens": []}, {}, "alora_invocation_tokens"),
     "a rank that is not the tensors'": ({"r": 8}, {}, "lora_rank 8"),
     "NaN": ({}, {FIRST: torch.full((4, 64), float("nan"))}, "NaN"),
     "another width": ({}, {FIRST: torch.ones(4, 63)}, "[4, 63]"),
+    "a scalar": ({}, {FIRST: torch.ones(())}, "shape []"),
+    "64 bits": ({}, {FIRST: torch.ones(4, 64, dtype=torch.float64)}, "'F64'"),
+    "integers": ({}, {FIRST: torch.ones(4, 64, dtype=torch.int8)}, "'I8'"),
+    "a layer too many": ({}, {f"{LAYERS}.9.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}, "layer 9"),
+    "an expert too many": ({}, {f"{LAYERS}.0.mlp.experts.99.w1.lora_A.weight": torch.ones(4, 64)}, "expert 99"),
+    "a module without a site": ({}, {f"{LAYERS}.0.mlp.gate.lora_A.weight": torch.ones(4, 64)}, "no site takes"),
 }
 
 
@@ -367,4 +410,4 @@ def test_each_kind_has_a_message_of_its_own_and_the_registry_is_as_before(served
         assert isinstance(caught.value, AdapterError) and said in message, (kind, message)
         messages[kind] = message.replace(str(source), "")
     until(lambda: state(directory / "data") == before, "its rows and its copies are as before")
-    assert len(set(messages.values())) == len(messages), json.dumps(messages, indent=1)
+    assert len(messages) >= 25 and len(set(messages.values())) == len(messages), json.dumps(messages, indent=1)

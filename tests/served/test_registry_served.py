@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors.torch import load_file, save_file
+from sqlalchemy import select
 
 from client_connector.directory import AdapterDirectory
 from client_connector.transformers import attach
@@ -20,11 +21,15 @@ from lora_server.errors import (
     AdapterFormatError,
     LimitError,
     LoraServerError,
+    ServerUnavailableError,
     UnauthenticatedError,
     UnknownAdapterError,
 )
+from lora_server.registry.database import FILE, Database, counters
 from tests.support import serving
 from tests.support.far import SECONDS, far_server, left, size_of
+from tests.support.killed_controller import ORDER, order
+from tests.support.processes import line_of, start
 from tests.support.serving import ANYWHERE, HANG_SECONDS, answers, ask, cli, generates, listed, status, until
 from tests.support.workload import NEW_TOKENS, workload
 
@@ -39,7 +44,7 @@ class Node:
 
     def start(self):
         flags = ["--base-model", str(self.load.base), "--data-dir", str(self.directory / "data"), *ANYWHERE]
-        self.server = launch(self.directory / "log", *flags)
+        self.server = launch(self.directory / "log", *flags, module="tests.support.killed_controller")
         self.server.wait_ready()
 
     def ask(self, method, **fields):
@@ -140,6 +145,23 @@ def test_an_update_is_switched_while_requests_go_on_and_can_be_taken_back(node):
     with pytest.raises(UnknownAdapterError, match="no earlier version ffff"):
         node.ask("Rollback", name="law", version="ffff")
     assert node.ask("Rollback", name="law", version=second.version[:8]).version == second.version
+
+
+@pytest.mark.parametrize(("method", "new"), [("changes.load_beside", False), ("catalog.ledger.added", True)])
+def test_a_controller_process_that_is_killed_in_an_update(node, method, new):
+    """A node starts it again: what serves is complete, and what is shown says why. test_registry.py has every
+    stage of an update; here is one of either outcome."""
+    node.add("law", "fused")
+    with attach(node.load.model, server=node.server.address, timeout_seconds=HANG_SECONDS) as lora:
+        (node.directory / "data" / ORDER).write_text(order(method, True))
+        before = status(node.server.address).pid
+        with pytest.raises(ServerUnavailableError):
+            node.update("law", node.paths["qv"])
+        serving.wait_successor(node.server, before)
+        assert answers(lora, node.load, "law", "qv" if new else "fused")
+        shown = node.ask("Get", name="law")
+        assert any("did not end" in warning for warning in shown.warnings) == (not new)
+        assert [one.listed for one in shown.versions].count(True) == 1 == len(node.listed())
 
 
 def test_a_client_that_holds_a_removed_adapter_is_cut_off_at_the_deadline(node):
@@ -319,6 +341,29 @@ def test_a_server_of_remote_adapters(tmp_path):
         metrics = server.get("/metrics")[1]
     assert f'lora_server_disk_cache_capacity_bytes{{node="0"}} {float(cap)}' in metrics
     assert 'lora_server_fetches_total{process="controller"} 3.0' in metrics
+
+
+COUNTER = """
+import sys
+from lora_server.registry.database import Database, count
+database = Database(sys.argv[1])
+while True:
+    print(database.write(lambda connection: (count(connection, "left"), count(connection, "right")))[0], flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_complete_transactions(tmp_path):
+    told, url = 0, f"sqlite:///{tmp_path / FILE}"
+    for _ in range(2):
+        writer = start(COUNTER, url)
+        for _ in range(3):
+            told = int(line_of(writer))
+        writer.kill()
+        lines = writer.communicate(timeout=HANG_SECONDS)[0].split()
+        told = max([told, *map(int, lines[:-1])])  # the last one may be cut
+        with contextlib.closing(Database(url)) as database:
+            rows = dict(map(tuple, database.read(lambda connection: connection.execute(select(counters)).all())))
+        assert rows["left"] == rows["right"] >= told
 
 
 def test_an_unregistered_name_is_resolved_and_served(load, tmp_path):

@@ -36,6 +36,7 @@ IMPORTS = {
     "lora_server": SERVERS,
     "tests.support.gpu.gpu_serve": SERVERS,
     "tests.support.gpu.gpu_engine": SERVERS,
+    "tests.support.killed_controller": SERVERS,
     "lora_server.demo.engine": ENGINES,
     "tests.support.checking_engine": ENGINES,
     "tests.support.endless_engine": ENGINES,

@@ -1,7 +1,5 @@
 """A controller with a database that is killed and started again; its shard lives on."""
 
-import operator
-
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
 from lora_server.timings import DEFAULTS
@@ -9,26 +7,14 @@ from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of, workload
 
 SECONDS = 60.0
-STAGES = [  # methods of parts of the controller's adapters, in the order of an update
-    # what is the last to be begun, or done; whether the new version serves then
-    ("changes.numbered", False, False),  # it was read
-    ("changes.load_beside", False, False),
-    ("changes.load_beside", True, False),  # shards load it
-    ("catalog.ledger.added", False, False),  # shards have it
-    ("catalog.ledger.added", True, True),  # and it is kept
-    ("changes.accept", False, True),  # and it is listed
-    ("admission.collect", False, True),  # and shards were told
-]
 
 
 class Killed(BaseException):
     """A SIGKILL within this process: no handler of ours catches it."""
 
 
-def dies(server, monkeypatch, path, after):
-    """Kill the controller at the first call of a method of its adapters: before it begins, or `after` it is done."""
-    part, _, method = path.rpartition(".")
-    where = operator.attrgetter(part)(server.adapters)
+def dies(server, monkeypatch, where, method, after):
+    """Kill the controller at the first call of a method: before it begins, or `after` it is done."""
     original = getattr(where, method)
 
     def last(*arguments, **named):

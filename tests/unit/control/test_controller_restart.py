@@ -13,6 +13,7 @@ from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapt
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
 from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, moved, registration
+from tests.support.killed_controller import part_of
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import until
 
@@ -282,7 +283,7 @@ def test_a_controller_that_is_killed_in_a_removal_did_all_or_nothing(server, mon
     """Before its shards are told, and before it is stored: then the deadline means nothing."""
     hold(server)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, method, False)
+        dies(server, patch, *part_of(server.adapters, method), False)
         server.adapters.rollout.remove("law", seconds)
     server.kill()
     if removed:
