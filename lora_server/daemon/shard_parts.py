@@ -13,6 +13,8 @@ from lora_server.config import ProcessConfig
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend, DeviceBackend
 from lora_server.daemon.world import ShardWorld
+from lora_server.device.host.kernel import ServeKernel
+from lora_server.device.nvshmem.world import WorldGpu
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader, StageRole
@@ -23,8 +25,6 @@ from lora_server.sources.fetch import Fetcher
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Port
-from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.world import WorldGpu
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.transport.tls import ShardCertificate

@@ -8,6 +8,7 @@ from lora_server.daemon import backends
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.shard_main import ShardProcess
 from lora_server.daemon.shard_parts import ServingParts, ShardListeners
+from lora_server.device.host.connection import SlotsMemory
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Placement
 from lora_server.shard.device_host import DeviceShardHost
