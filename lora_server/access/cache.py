@@ -1,4 +1,4 @@
-"""Tokens and tenants as this process last read them, so that no call waits for the database."""
+"""A cache of tokens and tenants, so that no call waits for the database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class AccessCache:
     """
 
     def __init__(self, store: Store | None, audit: Audit, seconds: float) -> None:
-        """Refresh, and write the audit log, every `seconds`; without a store nothing is known."""
+        """Start a thread that refreshes the snapshot and writes the audit log every `seconds`. Without a store there is
+        no thread, and the snapshot is empty."""
         self._store, self._audit, self._seconds = store, audit, seconds
         self.on_change: Callable[[], object] = lambda: None
         self.known = store.load() if store is not None else NOTHING
@@ -33,7 +34,7 @@ class AccessCache:
             self._thread.start()
 
     def refresh(self) -> None:
-        """Read what changed in the database; keep the snapshot while that is away, and raise nothing."""
+        """Read the changes from the database into a new snapshot; keep the old one if the database is unreachable."""
         assert self._store is not None
         with self._lock:
             try:

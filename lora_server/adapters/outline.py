@@ -1,6 +1,6 @@
-"""Compact form of an adapter's headers and config: the place of each of its matrices in its files.
+"""Outline of an adapter, a compact form of its headers and config: where in its files each matrix is.
 
-24 bytes per expert of a site and part of it; adapters of one outline can share it.
+It takes 24 bytes per part of an expert of a site. Adapters with the same outline can share one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class PairOutline(NamedTuple):
 
 
 class Outline:
-    """Equal outlines have equal `key`s. `names`: of the files."""
+    """The places of all matrices of an adapter. Equal outlines have equal `key`s. `names` are those of the files."""
 
     def __init__(
         self, names: Sequence[str], parts: Mapping[Site, Mapping[int, Sequence[StoredPart]]], spec: ModelSpec
     ) -> None:
-        """`parts`: of `collect`, in its order."""
+        """`parts`: the result of `collect`, in its order."""
         self.names = tuple(names)
         kinds: dict[Kind, int] = {}
         rows: list[tuple[int, int, int, int]] = []

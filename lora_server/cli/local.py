@@ -1,4 +1,4 @@
-"""Tokens and tenants written to the database directly: for the first token, or when none is left."""
+"""Access commands that use the database directly, without a server: to create the first token, or if all are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ RegistryOption = Annotated[
 
 
 def ask_access(server: str, data_dir: Path | None, registry: str, method: str, request: Any) -> Any:
-    """Return the server's reply, or compute it from the database. Raises the server's errors, ConfigError."""
+    """Call a method of Access at the server; with a directory or registry, run it on that database in this process.
+
+    Raises the server's errors, ConfigError.
+    """
     if data_dir is None and not registry:
         return ask(server, "Access", method, request)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, and this writes log lines

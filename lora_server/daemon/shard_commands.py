@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class ShardCommands:
-    """One thread carries commands out, in the order of their arrival."""
+    """Carries out commands on the parts of a shard process. One thread calls it, in the order of arrival."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ShardCommands:
         stop: Callable[[], None],
         step_seconds: float = Timings.expected_step,
     ) -> None:
-        """`step_seconds`: after it a prefetched adapter's step is expected; adapters that block steps load first."""
+        """`step_seconds` is added to a prefetch's deadline, so that adapters that block steps are loaded first."""
         self._step_seconds = step_seconds
         self._node_rank, self._port, self._store = node_rank, port, store
         self._coordinator, self._world, self._moved, self._stop = coordinator, world, moved, stop
@@ -110,7 +110,7 @@ class ShardCommands:
 
         def kept(error: LoraServerError | None) -> None:
             if error is not None:
-                log.error("a pinned adapter makes room for others", handle=load.handle, error=str(error))
+                log.error("a pinned adapter does not fit and can be evicted", handle=load.handle, error=str(error))
 
         if load.pinned:
             self._store.adapters.keep_resident(load.handle, kept)

@@ -17,7 +17,7 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 class ShardReports:
-    """Sends reports; thread-safe."""
+    """Sends a shard's counters, and changes of its adapters' residency. Thread-safe."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ShardReports:
     ) -> None:
         self._shard, self._store, self._port, self._coordinator = shard, shard.store, port, coordinator
         self._fetcher, self._report, self._seconds = fetcher, report, seconds
-        self._reporting = threading.Lock()  # what was taken is reported before anything that follows
+        self._reporting = threading.Lock()  # changes are reported in the order in which they were taken
 
     def moved(self) -> None:
         """Report the adapters that were loaded or evicted since the last call."""
@@ -66,7 +66,7 @@ class ShardReports:
             self._report(pb.ShardReport(stats=stats))
 
     def _tidy_disk(self) -> None:
-        """Delete files of node 0 that no shard of this node needs any more."""
+        """Delete cached files from node 0 that no shard of this node needs any more."""
         for version in self._store.report.take_unneeded():
-            with contextlib.suppress(AdapterSourceError, OSError):  # what stays makes room for others
+            with contextlib.suppress(AdapterSourceError, OSError):  # files that cannot be deleted now are evicted later
                 self._fetcher.cache.discard(version)

@@ -1,4 +1,4 @@
-"""Start a sharded server and two engines, judge them against PEFT, time every layout."""
+"""The demo: start a sharded server and two engines, compare their tokens with PEFT's, and time several layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMED_BATCH, TIMED_TOKENS = 16, 16
 
 
 def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output: bool) -> bool:
-    """Run the demo; returns whether every token was equal. `model` and `adapters` default to small random ones."""
+    """Run the demo; return whether all tokens equal PEFT's. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
     with (
@@ -70,7 +70,7 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
 
 @contextlib.contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Silence PEFT, which uses what transformers has deprecated: a line per adapter that no user could act on."""
+    """Silence PEFT's use of a deprecated part of transformers: it warns once per adapter, and no user can act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield

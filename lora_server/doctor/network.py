@@ -15,7 +15,7 @@ from lora_server.doctor.finding import Finding, failed, ok, warning
 from lora_server.units import size
 
 GIB = 1 << 30
-LONGEST_SOCKET = 107 - len("/shard-100.sock")  # sun_path of a Unix socket, less our file's name
+LONGEST_SOCKET = 107 - len("/shard-100.sock")  # longest directory: a Unix socket's path (sun_path) holds 107 bytes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from lora_server.telemetry import NOTHING
 
 
 class ShardAdapters:
-    """Thread-safe. Each `done` is called once, from any thread, with None or why it failed."""
+    """Carries out commands on a shard's adapters. Thread-safe. Each `done` is called once, from any thread, with None
+    or an error."""
 
     def __init__(self, lock: threading.Condition, planner: LoadPlanner, loader: Loader, shard: int) -> None:
         self._lock, self._planner, self._loader, self._shard = lock, planner, loader, shard
@@ -23,12 +24,12 @@ class ShardAdapters:
         self._tier = planner.layers.tier
 
     def load(self, handle: int, source: Source, done: Done, eager: bool = True, size: int | None = None) -> None:
-        """Register an adapter, or its source again.
+        """Register an adapter, or change the source of a registered one.
 
-        Eager: load it, and evict others for it; `done` is called when all of it is READY. Where active adapters leave
-        no memory, `done` is called at once, and the load is deferred. Not eager: `done` is called when its files were
-        measured; `prewarm`, or any demand, loads it. `size`: bytes it took of the device pool of an earlier process of
-        this shard, so that its files need not be measured.
+        Eager: load it, and evict others for it; `done` is called when all layers are READY. If active adapters leave no
+        memory, `done` is called at once and the load is deferred. Not eager: `done` is called when the files were
+        measured; `prewarm`, or any demand, loads the adapter. `size`: the bytes of device pool that it took in an
+        earlier process of this shard; with it the files are not measured.
         """
         with self._lock:
             entry = self._table.entries.get(handle)
@@ -59,10 +60,10 @@ class ShardAdapters:
                 self._measure(entry, done, again)
 
     def prewarm(self, handle: int, done: Done) -> None:
-        """Reserve free device memory, and load the adapter when there is no demand; any demand may evict it.
+        """Reserve free device memory for an adapter, and load it while there is no demand; any demand may evict it.
 
-        `done` is called when all of it is READY, or when it will not be: its handle is unknown, its files are remote or
-        not measured, there is no free memory, or it was evicted.
+        `done` is called when all layers are READY, or when they will not be: the handle is unknown, the files are
+        remote or not measured, there is no free memory, or the adapter was evicted.
         """
         with self._lock:
             entry = self._table.entries.get(handle)
@@ -83,7 +84,7 @@ class ShardAdapters:
     def keep_resident(self, handle: int, done: Done) -> None:
         """Load an adapter, and do not evict it until `allow_eviction` (`adapters pin`). `done`: see an eager `load`.
 
-        Fails with AdapterLoadError, and changes nothing, where all that are pinned do not fit together.
+        Fails with AdapterLoadError, and changes nothing, if it does not fit together with the pinned adapters.
         """
 
         def measured(error: LoraServerError | None) -> None:

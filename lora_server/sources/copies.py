@@ -1,9 +1,9 @@
-"""The server's own copies of adapters that were added from this host, by version: its users do not change them.
+"""The server's own copies of adapters that were added from this host: later changes of the originals do not matter.
 
     DIR/VERSION/           a complete copy
-    DIR/coming-RANDOM/     one that is being made, or that a killed process left
+    DIR/coming-RANDOM/     a copy that is being made, or that a killed process left
 
-A copy is not evicted: it stays as long as `keep` says.
+Copies are not evicted; `keep` deletes those of versions that are not needed any more.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Copies:
-    """Thread-safe; one process uses a directory."""
+    """The copies in a directory, by version. Thread-safe; only one process may use a directory."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
-        """Raises ConfigError for a directory that cannot be used."""
+        """Create the directory and delete incomplete copies; raises ConfigError if the directory cannot be used."""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in directory.glob(f"{COMING}*"):
@@ -47,10 +47,10 @@ class Copies:
         self._wanted: dict[str, int] = {}  # versions that callers of `take` have not finished with
 
     def take(self, path: Path, version: str) -> tuple[Path, str]:
-        """Return the copy of an adapter and its stamp, made where there is none, or a damaged one. The caller calls
-        `done` when the version is registered, or given up.
+        """Return the copy of an adapter and its stamp; copies the files if there is no copy, or a damaged one.
 
-        Raises AdapterSourceError where it does not fit on the disk, or its files changed meanwhile.
+        The caller calls `done` once it has registered the version or given it up. Raises AdapterSourceError if the copy
+        does not fit on the disk, or the files change meanwhile.
         """
         with self._lock:
             self._wanted[version] = self._wanted.get(version, 0) + 1
@@ -61,7 +61,7 @@ class Copies:
             raise
 
     def find(self, version: str) -> Path | None:
-        """Return the directory of a copy."""
+        """Return the directory of a version's copy, None if there is none."""
         found = self._directory / version
         return found if found.is_dir() else None
 
@@ -73,7 +73,7 @@ class Copies:
                 self._wanted[version] = left
 
     def keep(self, versions: Collection[str]) -> None:
-        """Delete the copies of other versions, except those that are being taken."""
+        """Delete the copies of all but these versions and those between `take` and `done`."""
         with self._lock:
             for one in self._directory.iterdir():
                 if one.name not in versions and one.name not in self._wanted and not one.name.startswith(COMING):

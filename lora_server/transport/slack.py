@@ -1,7 +1,8 @@
-"""Gives memory of a client's slots back to the system if only larger steps than recent ones have touched it.
+"""Returns memory of a client's slots to the system if no recent step needed it.
 
-A region is as large as the largest steps need, and its pages come when they are first touched. The client alone knows
-when its slots are not in use, so it gives back, a little after each step, what no recent step has needed.
+A region has the size that the largest steps need, but the system provides a page only when it is first touched. Large
+steps leave pages that smaller ones do not need. Only the client knows when its slots are not in use, so after each step
+it returns a small part of such pages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from lora_server.transport.mapping import Mapping
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
 from lora_server.wire.slot import aligned
 
-GIVE_BYTES = 1 << 20  # at a time: as many cost less than a millisecond
+GIVE_BYTES = 1 << 20  # returned at a time, in less than a millisecond
 
 
 @dataclass
 class _Slots:
-    """Requests or responses, from `begin` on."""
+    """The request slots, or the response slots, of a region; `begin` is the offset of the first."""
 
     begin: int
-    nbytes: int  # of each
-    touched: int = 0  # bytes of each, at most
-    needed: int = 0  # by the steps since they were looked at
+    nbytes: int  # per slot
+    touched: int = 0  # bytes per slot, at most, that have pages
+    needed: int = 0  # bytes per slot, at most, that steps used since the last `spare`
 
     def spare(self, depth: int, give_bytes: int) -> list[tuple[int, int]]:
         """Return (begin, end) of parts of the region that recent steps did not need, and start counting again."""
@@ -60,7 +61,7 @@ class Slack:
         self._due = time.monotonic() + self._keep_seconds
 
     def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
-        """Note that a step of so many bytes is done; `idle`: none is outstanding."""
+        """Note that a step of so many bytes is done. If the link is `idle`, return a part of the unused pages."""
         self._requests.needed = max(self._requests.needed, request_bytes)
         self._responses.needed = max(self._responses.needed, response_bytes)
         if not idle:

@@ -1,7 +1,8 @@
-"""Bounds of requests: one check of every request by its descriptor, and one table of the exceptions.
+"""Bounds of requests: one check for every field of every request, and a table of fields with other bounds.
 
-The server keeps what requests say, sends it to shards, and gets it back from them when its controller restarts. What
-passes here must fit every message that it becomes: tests/unit/access/test_bounds.py sends the largest of every RPC.
+The server stores the content of requests, sends it to shards, and gets it back from them when its controller restarts.
+So content that passes here must fit all of these messages: tests/unit/access/test_bounds.py sends the largest of every
+RPC.
 """
 
 from __future__ import annotations
@@ -83,5 +84,5 @@ def _check_texts(where: str, bound: Bound, values: Collection[Any]) -> None:
 
 def _check_numbers(where: str, values: Collection[Any]) -> None:
     for one in values:
-        if not -MAX_NUMBER < one < MAX_NUMBER:  # so for nan, too
+        if not -MAX_NUMBER < one < MAX_NUMBER:  # true of NaN, too
             raise ConfigError(f"{where}: got {one}, expected a finite number below 2^63")

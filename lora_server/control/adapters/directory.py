@@ -1,9 +1,9 @@
-"""The adapters of --adapters: taken at the start, and with --watch followed while the server runs.
+"""The adapters of --adapters: registered at the start, and with --watch kept in step with the directory.
 
-One scanner does both, by polling, which works on every volume. At the start all is taken as it lies there. A followed
-adapter is taken when its files were the same for `settle_seconds`, and is gone when its directory was away for as long:
-what is being copied, or replaced, is waited for. A directory that cannot be listed, or that is empty and not the same
-as before (a mount went away), says nothing about its adapters: all serve on.
+One scanner does both. It polls, which works on every volume. At the start every adapter is registered as it is. With
+--watch an adapter is loaded once its files are unchanged for `settle_seconds`, and removed once its directory is gone
+for as long, so that copies and replacements can finish. If the directory cannot be listed, or is suddenly empty and
+another one (a mount went away), nothing is changed: all adapters are served on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 class DirectorySource:
     """Produces changes of the catalog from a directory's adapters. One thread calls it.
 
-    A name is the directory's where its record's `uri` lies there; an adapter that was added by hand is never touched.
+    A name belongs to the directory if its record's `uri` lies there; adapters that were added by name are not touched.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class DirectorySource:
         self._stamps = StampStore(catalog.ledger.stored, spec)
 
     def register(self, found: Mapping[str, Path]) -> None:
-        """List the start-up adapters, once for a server and its restarted controllers. One that is refused is listed
-        with the reason."""
+        """Register the start-up adapters, unless an earlier controller of this server did. Refused ones are listed with
+        the reason."""
         start, said = self._catalog.start, self._clock.now()
         if start.registered.is_set():
             return
@@ -68,24 +68,25 @@ class DirectorySource:
         start.registered.set()
 
     def keep(self) -> None:
-        """Have shards keep what is refused, and the ledger what was read, for the next controller and server."""
+        """Store the refusals on the shards, for the next controller, and the records in the ledger, for the next
+        server."""
         self._sync.tell_refused()
         with self._changes.lock:  # no adapter is pinned meanwhile
             self._stamps.keep()
 
     def judged(self, directory: Path) -> dict[str, str]:
-        """Return, by name, the stamp of what was last served, refused or removed of a directory; empty for one that was
-        not followed."""
+        """Return, by name, the stamp of the content of a directory that was last served, refused or removed; an empty
+        stamp if the directory was not followed then."""
         here = uri_of(directory)
         of = {one.name: one.found for one in self._catalog.records(listed=True) if one.uri == f"{here}/{one.name}"}
         return of | {one.name: one.stamp for one in self._catalog.refusals.all() if one.uri == f"{here}/{one.name}"}
 
     def take(self, name: str, where: Path, followed: str = "") -> None:
-        """Serve what lies in a directory: earlier content until every shard has the new, which is validated before.
-        What is refused is listed with the reason.
+        """Validate and serve the adapter in a directory; an invalid one is refused, and listed with the reason. Earlier
+        content is served until every shard has the new.
 
-        `followed`: the stamp that a scan found, if the directory is followed; then nothing is done where the files are
-        being changed, and ServerUnavailableError, ShardUnavailableError mean: try again.
+        `followed`: the stamp that a scan found, if the directory is followed. Then files that are being changed are
+        left for a later scan, and the caller retries after ServerUnavailableError or ShardUnavailableError.
         """
         if followed:
             self._sync.shards.require_up()
@@ -109,7 +110,7 @@ class DirectorySource:
             )
 
     def _by_directory(self, name: str, where: Path) -> Record | None:
-        """Return what the name means. Raises AdapterExistsError where that is not this directory's."""
+        """Return the adapter that the name means. Raises AdapterExistsError if it does not belong to this directory."""
         served = self._catalog.find(name)
         if served is not None and served.uri != uri_of(where):
             raise AdapterExistsError(
@@ -119,7 +120,8 @@ class DirectorySource:
         return served
 
     def _place(self, found: Record, where: Path, stamp: str) -> None:
-        """Make the name mean what was read; a followed one's earlier content serves until every shard has it."""
+        """Make the name mean the record that was read. If the directory is followed, earlier content is served until
+        every shard has the new."""
         name, followed = found.name, bool(found.found)
         with self._changes.lock:
             self._catalog.start.require_settled()
@@ -147,7 +149,7 @@ class DirectorySource:
             log.info("adapter registered", **described(record))
 
     def _touched(self, served: Record, found: Record, stamp: str) -> None:
-        """Take the same content in other files, or elsewhere."""
+        """Update the files of an adapter with unchanged content: they were rewritten, or moved."""
         record = replace(served, path=found.path, stamp=found.stamp, warnings=found.warnings, found=found.found)
         if record.of_directory:
             self._stamps.note(record, stamp)
@@ -167,7 +169,7 @@ class DirectorySource:
         log.error("adapter refused", name=name, error=reason)
 
     def forget(self, directory: Path, names: Iterable[str]) -> None:
-        """Remove what is gone from a followed directory: adapters that were served from there, and refusals."""
+        """Remove the adapters, and refusals, of names that are gone from a followed directory."""
         with self._changes.lock:
             for name in names:
                 served = self._catalog.find(name)
@@ -181,5 +183,5 @@ class DirectorySource:
 def _is_unchanged(where: Path, stamp: str) -> bool:
     try:
         return stamp_of(where) == stamp
-    except OSError:  # the next scan says it
+    except OSError:  # the next scan reports it
         return False
