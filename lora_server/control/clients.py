@@ -44,7 +44,7 @@ class Clients:
         self.leases, self._shards, self._admission, self._start = leases, shards, admission, start
         self.world, self._timings = world, timings
         self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
-        self.refused = ""  # why nobody may join
+        self.refused = ""  # why joins are refused; empty if they are not
         self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
 
     def join(

@@ -52,7 +52,7 @@ class KeptCommands:
 
     def _drop_everything(self) -> None:
         handles, clients = self.kept.forget()
-        log.warning("the server was started anew: dropping what the old one knew", adapters=len(handles))
+        log.warning("the server is a new one: dropping the state of the old one", adapters=len(handles))
         for client in clients:
             self._execute(pb.ShardCommand(revoke=client), lambda error: None)
         for handle in handles:
@@ -82,7 +82,7 @@ class ControllerStream:
 
     @property
     def instance(self) -> str:
-        """The secret name that this process registers with; only the controller learns it."""
+        """Return the secret name that this process registers with; only the controller learns it."""
         return self._commands.kept.instance
 
     def report(self, report: pb.ShardReport) -> None:

@@ -92,7 +92,7 @@ class KernelLeader(StageRole):
                 raise ProtocolError("it disconnected, or sent more than its table")
             said = messages.decode(data, Numbers)
             if not hmac.compare_digest(said.badge, messages.badge_of(self.badge, said.shard)):
-                raise ProtocolError("it does not know the badge")
+                raise ProtocolError("the peer does not know the badge")
             self._admit(sock, fds[0])
         except BlockingIOError:
             return

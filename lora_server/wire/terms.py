@@ -31,13 +31,13 @@ class Terms:
     coordination: str
     max_step_rows: int
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
-    hidden_adapters: tuple[str, ...] = ()  # have a name under which the client answers from its base model
+    hidden_adapters: tuple[str, ...] = ()  # adapters that the client cannot serve: its base model has their names
     num_adapters: int = 0  # of the server when this was agreed
     wire: Wire = "exact"
 
     @property
     def placement(self) -> Placement:
-        """The owner of each site and expert."""
+        """Return the placement: the owner of each site and expert."""
         return Placement(self.spec, self.layout)
 
 

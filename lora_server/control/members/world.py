@@ -29,7 +29,7 @@ class EnginePlaces:
     """The ranks of a world that engines lease, and the clients that have them. Not thread-safe: the world's lock."""
 
     def __init__(self, ranks: range, rest_seconds: float, clock: Clock) -> None:
-        """`rest_seconds`: what a network still carries to a place has arrived then, or never will."""
+        """`rest_seconds`: after so long, the network delivers nothing more to a place that lost its process."""
         self.ranks, self._rest_seconds, self._clock = ranks, rest_seconds, clock
         self.clients: dict[int, int] = {}  # by rank
         self._rests: dict[int, float] = {}  # rank -> when it may be leased again
@@ -80,7 +80,7 @@ class WorldMembership:
         self._here: dict[int, str] = {}  # shards, and the instances of their processes
 
     def arrive(self, registration: pb.Registration) -> set[int]:
-        """A shard's process registered; the clients of the world that this ended."""
+        """Record a shard's process that registered; return the clients of the world that this ended."""
         if not self._engines.ranks:
             return set()
         shard, place = registration.shard, registration.place
@@ -104,7 +104,10 @@ class WorldMembership:
             return over
 
     def _begin(self, first: int) -> set[int]:
-        """Gather one, of which this shard is the first; its number is above all, also those of earlier controllers."""
+        """Begin to gather a world with this shard as its first member; return the clients of the world that this ends.
+
+        Its number is above all earlier ones, also those of earlier controllers.
+        """
         over = set(self._engines.clients.values()) if self._made else set()
         if self._made:
             log.error("NVSHMEM's world is over: a shard died; the others restart", world=self._number)
@@ -121,7 +124,7 @@ class WorldMembership:
                 live[shard].commands.send(pb.ShardCommand(stop=True))
 
     def _make(self) -> None:
-        """Once all are there."""
+        """Make the world if all its members are there: send every shard its place and the unique id."""
         if self._made or not self._uid or len(self._here) + len(self._engines.clients) < self._engines.ranks.stop:
             return
         self._made = True

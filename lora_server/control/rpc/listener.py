@@ -124,7 +124,7 @@ class ThreadGroups:
 
 
 class UnaryMethod(NamedTuple):
-    """A method that answers one message with one, on these threads."""
+    """A method that answers one message with one message, on these threads."""
 
     request: type[Message]
     answer: Callable[[Any, Identity], Message]
@@ -133,14 +133,14 @@ class UnaryMethod(NamedTuple):
 
 
 class StreamMethod(NamedTuple):
-    """A method that reads messages and writes others, for as long as both like."""
+    """A method that reads and writes streams of messages until either side ends the call."""
 
     request: type[Message]
     serve: Callable[[Any, StreamCall[Any]], Awaitable[None]]
 
 
 class StreamCall(NamedTuple, Generic[_M]):
-    """A call of a `Stream` method, after its first message. Call `prove` once the caller proved that it is a shard."""
+    """A call of a `StreamMethod`, after its first message. Call `prove` once the caller proved that it is a shard."""
 
     rest: AsyncIterator[_M]
     write: Write
@@ -207,7 +207,7 @@ class CallHandler:
         await method.serve(_bounded(method.request, await self._first(context, peer, method.request)), call)
 
     async def _first(self, context: Context, peer: Peer, kind: type[Message]) -> bytes:
-        """The message that a call begins with; raises ProtocolError, ServerBusyError."""
+        """Read a call's first message; raises ProtocolError, ServerBusyError."""
         data: bytes = await self.silent.first(context.read(), peer, self.proven)
         if data is _EOF:
             raise ProtocolError(f"the call ended without a message; expected one {kind.DESCRIPTOR.name}")
@@ -215,7 +215,10 @@ class CallHandler:
 
 
 class Listener:
-    """Serves from its constructor on, until `close`. Raises RuntimeError where it cannot listen at `address`."""
+    """A gRPC server that serves from its constructor on, until `close`.
+
+    Raises RuntimeError if it cannot listen at `address`.
+    """
 
     def __init__(
         self,
@@ -229,8 +232,9 @@ class Listener:
         max_strangers: int = MAX_OF_A_HOST,
         held: bool = False,
     ) -> None:
-        """`reflected`: services that whoever asks may learn of. `max_strangers`: connections of a host that proved
-        nothing yet. `held`: the port, by a socket of this user's that does not listen; else it is this one's alone."""
+        """`reflected`: services that gRPC reflection lists to anyone. `max_strangers`: limit on a host's connections
+        that have not authenticated. `held`: a socket of this user that does not listen already holds the port;
+        otherwise the port must be free."""
         self._timings, self._options = timings, (*OPTIONS, ("grpc.so_reuseport", int(held)))
         self._handler = CallHandler(gate, SilentCalls(timings.first_message, max_silent_calls))
         self.calls = Calls()

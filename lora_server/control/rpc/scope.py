@@ -128,8 +128,8 @@ class Scope:
         return next(iter(self._adapters.listings.known(meant)), meant[0])
 
     def bring(self, full: Iterable[str]) -> None:
-        """Have names that nobody registered brought in, where there is a --resolve. Raises ServerBusyError meanwhile,
-        UnknownAdapterError or LimitError where one did not come."""
+        """Start adding the names that are not registered, if the server has --resolve. Raises ServerBusyError while
+        that runs, UnknownAdapterError or LimitError after it failed."""
         if (resolver := self._scopes.resolver) is not None:
             for name in self._adapters.listings.missing(full):
                 resolver.ask(name, partial(self._scopes.bring, self.who))
