@@ -67,7 +67,7 @@ def page() -> str:
         '`{"lora_server": "HOST:PORT"}` gives the address alone. See [vLLM](vllm.md).',
         table(("Environment", "Key", "Value", "Default", "Meaning"), vllm_rows()),
         "## Callers",
-        "How engines and commands such as `lora-server status` prove who they are, and verify the server. These are\n"
+        "How engines and commands such as `lora-server status` prove their identity, and verify the server. These are\n"
         "never flags: other users of the host can read flags. See [Security](security.md).",
         table(("Environment", "Meaning"), CALLERS),
         "## transformers",
