@@ -1,7 +1,7 @@
 // What the poller hears from its host, and tells it: members of Poller.
 
 // Whether to go on. All lanes call it.
-DEVICE bool look_at_mailbox(uint64 launch) {
+DEVICE bool Poller::look_at_mailbox(uint64 launch) {
     bool goes_on = true;
     const uint64 posted = together(load_acquire_system(&s.mailbox->posted));
     for (; taken < posted; taken++) {
@@ -31,7 +31,7 @@ DEVICE bool look_at_mailbox(uint64 launch) {
 }
 
 // Lane 2 + i has word i of the Link.
-DEVICE void connect(int l, uint64 word) {
+DEVICE void Poller::connect(int l, uint64 word) {
     if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
     if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull), store(&s.links[l].busy, 0ull), store(&s.links[l].row, ~0);
     const uint64 its_epoch = shuffle_long(word, 2);
@@ -43,13 +43,13 @@ DEVICE void connect(int l, uint64 word) {
 }
 
 // What of it is ordered is answered all the same: its memory stays until that turn is done.
-DEVICE void revoke(int l, uint64 its_epoch) {
+DEVICE void Poller::revoke(int l, uint64 its_epoch) {
     if (together(load(&s.links[l].epoch)) == its_epoch) forget(l);
     tell_all(CHANGED, l, 0, 0);
 }
 
 // No new steps: those that wait are refused, those that are ordered end.
-DEVICE void drain() {
+DEVICE void Poller::drain() {
     draining = true;
     if (lane == 0) store(&s.draining, 1ull);
     for (int first = 0; first < rounds * LANES; first += LANES)
@@ -60,7 +60,7 @@ DEVICE void drain() {
 }
 
 // To the host, if it has room; all lanes call it.
-DEVICE bool note(int kind, int l, uint64 seq, uint64 what) {
+DEVICE bool Poller::note(int kind, int l, uint64 seq, uint64 what) {
     if (noted - together(load_system(&s.mailbox->heard)) >= NOTES) return false;
     if (lane == 0) {
         uint64* to = reinterpret_cast<uint64*>(&s.mailbox->notes[noted % NOTES]);
@@ -72,12 +72,12 @@ DEVICE bool note(int kind, int l, uint64 seq, uint64 what) {
     sync_warp();
     return true;
 }
-DEVICE void tell_all(int kind, int l, uint64 seq, uint64 what) {
+DEVICE void Poller::tell_all(int kind, int l, uint64 seq, uint64 what) {
     if (s.tells_all) note(kind, l, seq, what);
 }
 
 // What is ordered ends first, unless it takes too long.
-DEVICE void leave(uint64 launch) {
+DEVICE void Poller::leave(uint64 launch) {
     const uint64 deadline = together(now_ns()) + PATIENCE_NS;
     while ((done = together(load_acquire(&s.done))) < turn && !together(load_acquire(s.arrivals + 1)) &&
            together(now_ns()) < deadline)

@@ -371,6 +371,28 @@ struct Poller {
         return static_cast<uint64>(high) << 32 | low;
     }
 
+    // numbers of steps in leader mode: leader.cuh
+    DEVICE uint64* numbers_at(uint64 table, int row) const;
+    DEVICE uint64 owner_of(int l) const;
+    DEVICE int number_at(int l, uint64 seq) const;
+    DEVICE static bool is_of(uint64 word, uint64 seq);
+    DEVICE void clear_row(int l);
+    DEVICE void claim_row(int l);
+    DEVICE void claim_rows();
+    DEVICE void number_step(int l, uint64 seq);
+    DEVICE bool is_numbered(int l);
+    DEVICE bool has_row(int l);
+    DEVICE void look_from(int l, int first);
+
+    // what it hears from its host, and tells it: mailbox.cuh
+    DEVICE bool look_at_mailbox(uint64 launch);
+    DEVICE void connect(int l, uint64 word);
+    DEVICE void revoke(int l, uint64 its_epoch);
+    DEVICE void drain();
+    DEVICE bool note(int kind, int l, uint64 seq, uint64 what);
+    DEVICE void tell_all(int kind, int l, uint64 seq, uint64 what);
+    DEVICE void leave(uint64 launch);
+};
+
 #include "leader.cuh"
 #include "mailbox.cuh"
-};
