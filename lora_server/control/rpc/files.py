@@ -19,7 +19,9 @@ from lora_server.errors import (
     PermissionDeniedError,
     ServerBusyError,
     ServerUnavailableError,
+    UnknownAdapterError,
 )
+from lora_server.sources.urls import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import is_signed
 
@@ -82,11 +84,19 @@ class FilesService:
         return path / request.name
 
     def _found(self, version: str) -> tuple[Path, dict[str, int]]:
-        path = self._adapters.sync.path_of(version)
+        path = self._path_of(version)
         try:
             return path, adapter_files(path, self._limits)
         except (AdapterFormatError, OSError) as error:
             raise AdapterSourceError(f"{path}: cannot be read any more: {error}") from error
+
+    def _path_of(self, version: str) -> Path:
+        """Return where this host has the files of a version in the catalog. Raises UnknownAdapterError."""
+        paths = (one.path for one in self._adapters.catalog.records() if one.version == version)
+        found = next((path for path in paths if not is_remote(path)), None)
+        if found is None or not self._adapters.sync.sends:
+            raise UnknownAdapterError(f"version {version[:12]}: node 0 has no files of it to send; was it removed?")
+        return Path(found)
 
     def _check(self, request: pb.FilesRequest | pb.ReadRequest) -> None:
         """Check that the registered process of the shard signed a request; the key is its instance id, which it gives

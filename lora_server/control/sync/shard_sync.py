@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import structlog
 
@@ -16,12 +15,48 @@ from lora_server.control.start import StartState
 from lora_server.control.sync.prewarm import Prewarm
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.sizes import PoolSizes
-from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
+from lora_server.errors import LoraServerError, ShardUnavailableError
 from lora_server.placement import Placement
-from lora_server.sources.urls import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 
 log = structlog.get_logger()
+
+
+class PrewarmCommands:
+    """Sends shards the loads that `Prewarm` decides on. `send` is called under `lock`, which outcomes take."""
+
+    def __init__(
+        self,
+        prewarm: Prewarm,
+        shards: ShardTable,
+        catalog: AdapterCatalog,
+        start: StartState,
+        lock: threading.RLock,
+        num_shards: int,
+    ) -> None:
+        self._prewarm, self._shards, self._catalog, self._start, self._lock = prewarm, shards, catalog, start, lock
+        self._num_shards = num_shards
+
+    def send(self) -> None:
+        """Decide, and send what was decided, once all shards are there."""
+        live = self._shards.live()
+        if len(live) < self._num_shards or not self._start.settled.is_set():
+            return
+        for load in self._prewarm.decide(self._is_listed):
+            for shard in load.shards:
+                command = pb.ShardCommand(bring=load.handle)
+                live[shard].commands.send(command, partial(self._answered, load.handle, shard))
+
+    def _answered(self, handle: int, shard: int, _: LoraServerError | None) -> None:
+        """Take the outcome; what a shard did not load is loaded when a request asks."""
+        with self._lock:
+            if self._catalog.by_handle(handle) is not None:
+                self._prewarm.answered(handle, shard)
+            self.send()
+
+    def _is_listed(self, handle: int) -> bool:
+        record = self._catalog.by_handle(handle)
+        return record is None or self._catalog.is_listed(record)
 
 
 class ShardSync:
@@ -36,6 +71,7 @@ class ShardSync:
         self.residency, self.sizes = ResidencyTable(placement), PoolSizes()
         self.prewarm = Prewarm(self.residency, self.sizes)
         self.lock = threading.RLock()
+        self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, self.residency.num_shards)
         self.sends = False  # shards of other nodes get files from here; otherwise all nodes see them
 
     # -- commands
@@ -71,34 +107,13 @@ class ShardSync:
                 self.residency.opened(record.handle, shard, str(error))
                 log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
             self.prewarm.note(record.handle, shard)
-            self._prewarm()
+            self._prewarming.send()
 
     def offer(self, handles: Iterable[int]) -> None:
         """Have adapters loaded where they fit, before a request asks."""
         with self.lock:
             self.prewarm.offer(handles)
-            self._prewarm()
-
-    def _prewarm(self) -> None:
-        live = self.shards.live()
-        if len(live) < self.residency.num_shards or not self._start.settled.is_set():
-            return
-        for load in self.prewarm.decide(self._is_listed):
-            for shard in load.shards:
-                live[shard].commands.send(
-                    pb.ShardCommand(bring=load.handle), partial(self._prewarmed, load.handle, shard)
-                )
-
-    def _prewarmed(self, handle: int, shard: int, _: LoraServerError | None) -> None:
-        """Take the outcome; what a shard did not load is loaded when a request asks."""
-        with self.lock:
-            if self._catalog.by_handle(handle) is not None:
-                self.prewarm.answered(handle, shard)
-            self._prewarm()
-
-    def _is_listed(self, handle: int) -> bool:
-        record = self._catalog.by_handle(handle)
-        return record is None or self._catalog.is_listed(record)
+            self._prewarming.send()
 
     def _message(self, record: Record) -> pb.Load:
         return pb.Load(
@@ -130,7 +145,7 @@ class ShardSync:
             self.residency.forget(handle)
             self.sizes.forget(handle)
             self.broadcast(pb.ShardCommand(drop=handle))
-            self._prewarm()
+            self._prewarming.send()
 
     # -- shards that register, and report
 
@@ -179,7 +194,7 @@ class ShardSync:
                         self.sizes.set_size(one.handle, shard, one.bytes)
                     self.prewarm.note(one.handle, shard)
             self.prewarm.heard(shard)
-            self._prewarm()
+            self._prewarming.send()
 
     # -- queries
 
@@ -187,11 +202,3 @@ class ShardSync:
         """Return an adapter's state, see ResidencyTable.state."""
         with self.lock:
             return self.residency.state(handle, self.prewarm.is_loading(handle))
-
-    def path_of(self, version: str) -> Path:
-        """Return where this host has the files of a version in the catalog. Raises UnknownAdapterError."""
-        paths = (one.path for one in self._catalog.records() if one.version == version)
-        found = next((path for path in paths if not is_remote(path)), None)
-        if found is None or not self.sends:
-            raise UnknownAdapterError(f"version {version[:12]}: node 0 has no files of it to send; was it removed?")
-        return Path(found)
