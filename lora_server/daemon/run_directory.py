@@ -114,6 +114,13 @@ def hold(directory: Path) -> int:
     return held
 
 
+def leave(directory: Path, held: int) -> None:
+    """Remove a directory whose node was killed, unless another process still uses it."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class DirectoryUse:
     """A child process's use of its node's run directory."""
 
@@ -123,9 +130,7 @@ class DirectoryUse:
     def end(self) -> None:
         """Remove the directory if its node was killed, unless another process still uses it."""
         if os.getppid() != self._parent:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(self._directory, ignore_errors=True)
+            leave(self._directory, self._held)
 
 
 def remove_stale(parent: Path) -> None:
