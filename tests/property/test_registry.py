@@ -72,7 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def add_what_is_taken(self, name):
         if name in self.history:
-            with pytest.raises(AdapterExistsError, match="changed meanwhile"):
+            with pytest.raises(AdapterExistsError, match="changed by another call meanwhile"):
                 self.ledger.list(version(self.next_handle(), name, "other"))
 
     @rule(name=NAMES, pinned=st.booleans())
