@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import stat
 from collections import defaultdict
@@ -20,6 +21,8 @@ import structlog
 from lora_server.logs import Repeats
 
 MAX_OF_A_HOST, MAX_STRANGERS = 256, 1024  # connections that proved nothing yet
+MAX_ENDED = 16  # of those beyond a limit, per look: a peer may open another for each, which costs the server 0.4 ms
+MAX_EXCESS = 4096  # that wait to be ended, or a quarter of the descriptors where that is less; others end at once
 _DESCRIPTORS = "/proc/self/fd"
 log = structlog.get_logger()
 
@@ -43,7 +46,11 @@ class Peer(NamedTuple):
 
 
 class ConnectionLimit:
-    """Ends the oldest unauthenticated connections beyond a limit per host, and in all. For one thread."""
+    """Ends the oldest unauthenticated connections beyond a limit per host, and in all. For one thread.
+
+    It ends them at a bounded pace: an idle connection costs a descriptor, a new one in its place costs CPU time that
+    steps on this host lack.
+    """
 
     def __init__(
         self,
@@ -51,15 +58,19 @@ class ConnectionLimit:
         max_of_a_host: int = MAX_OF_A_HOST,
         max_strangers: int = MAX_STRANGERS,
         proven: set[Peer] | None = None,
+        max_ended: int = MAX_ENDED,
+        max_excess: int = MAX_EXCESS,
     ) -> None:
-        """`proven`: connections that showed a good token or lease. They are never ended; closed ones are removed."""
+        """`proven`: connections that showed a good token or lease. They are never ended; closed ones are removed.
+        `max_ended`: per look, unless more than `max_excess` wait to be ended."""
         self._port, self._max_of_a_host, self._max_strangers = port, max_of_a_host, max_strangers
+        self._max_ended, self._max_excess = max_ended, max_excess
         self.proven: set[Peer] = set() if proven is None else proven
-        self._sockets: dict[int, Peer | None] = {}  # by inode, oldest first; None: not of this port
+        self._sockets: dict[int, Peer | None] = {}  # by inode, oldest first; None: not of this port, or ended
         self._complain = Repeats(log.warning)
 
     def enforce(self) -> None:
-        """Look at all connections once, and end those over the limits. Call it periodically."""
+        """Look at all connections once, and end some of those over the limits. Call it periodically."""
         try:
             descriptors = dict(_open_sockets())
             known = {inode: peer for inode, peer in self._sockets.items() if inode in descriptors}
@@ -69,14 +80,17 @@ class ConnectionLimit:
         self._sockets = known | new
         here = {inode: peer for inode, peer in self._sockets.items() if peer is not None}
         self.proven.intersection_update(here.values())
-        for inode in self._excess({inode: peer for inode, peer in here.items() if peer not in self.proven}):
+        excess = self._excess({inode: peer for inode, peer in here.items() if peer not in self.proven})
+        most = min(self._max_excess, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        for inode in excess[: max(self._max_ended, len(excess) - most)]:
             self._complain(
                 here[inode].host,
                 "too many connections that showed no token or lease; closing the oldest",
                 port=self._port,
                 host=here[inode].host,
             )
-            _end(descriptors[inode], inode)
+            if _end(descriptors[inode], inode):
+                self._sockets[inode] = None  # its server closes it
 
     def _excess(self, strangers: dict[int, Peer]) -> list[int]:
         hosts: dict[str, list[int]] = defaultdict(list)
@@ -119,8 +133,10 @@ def _open_sockets() -> list[tuple[int, int]]:
     return found
 
 
-def _end(fd: int, inode: int) -> None:
-    """Shut down the socket of a descriptor, unless the descriptor names another socket by now."""
+def _end(fd: int, inode: int) -> bool:
+    """Shut down the socket of a descriptor, unless the descriptor names another socket by now; return whether it is."""
     with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as sock:
         if os.fstat(sock.fileno()).st_ino == inode:
             sock.shutdown(socket.SHUT_RDWR)
+            return True
+    return False

@@ -1,6 +1,7 @@
 """Which connections of a port end when there are too many of them."""
 
 import contextlib
+import resource
 import socket
 
 import pytest
@@ -42,6 +43,42 @@ def test_the_oldest_of_a_host_end_and_those_that_proved_something_stay():
         here[0][0].close()
         limit.enforce()
         assert here[0][1] in limit.proven, "its end here is open still"
+
+
+def test_a_peer_that_opens_a_connection_for_each_that_is_ended_opens_few():
+    with port() as (number, connect):
+        limit = ConnectionLimit(number, max_of_a_host=3, max_ended=2)
+        connections = [connect("127.0.0.1") for _ in range(30)]
+        for look in range(1, 6):
+            limit.enforce()
+            ended = len(connections) - len(open_ones(connections))
+            assert ended == 2 * look, "the oldest end, two per look"
+            connections += [connect("127.0.0.1") for _ in range(2)]
+        assert open_ones(connections) == list(range(10, 40))
+
+
+def test_connections_that_are_far_too_many_end_at_once():
+    with port() as (number, connect):
+        limit = ConnectionLimit(number, max_of_a_host=3, max_ended=2, max_excess=10)
+        connections = [connect("127.0.0.1") for _ in range(30)]
+        limit.enforce()
+        assert open_ones(connections) == list(range(17, 30)), "three may stay, ten wait to be ended"
+        for _ in range(5):
+            limit.enforce()
+        assert open_ones(connections) == [27, 28, 29]
+
+
+def test_few_free_descriptors_let_few_excess_connections_wait():
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with port() as (number, connect):
+        limit = ConnectionLimit(number, max_of_a_host=3, max_ended=2)
+        connections = [connect("127.0.0.1") for _ in range(50)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, most[1]))
+        try:
+            limit.enforce()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        assert open_ones(connections) == list(range(15, 50)), "three, and a quarter of the descriptors"
 
 
 @pytest.mark.parametrize(
