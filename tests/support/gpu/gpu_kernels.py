@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from functools import cache
 
@@ -40,15 +41,15 @@ def launched(world: World, kernel: str, values: list[int], grid: int) -> int:
 
 
 @cache
-def a_step() -> tuple[PackedStep, torch.Tensor]:
+def a_step(in_width: int, sizes: tuple[int, ...]) -> tuple[PackedStep, torch.Tensor]:
     """Segments of which some have more jobs than others, summed per token; and its result."""
     make = torch.Generator().manual_seed(3)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=make).to(torch.bfloat16)
 
-    in_width, out_width, sizes = 700, 72, [1, 40, 2, 9]
-    blocks = [stack([Pair(noise(r, in_width), noise(out_width, r), 0.5, 0)]) for r in (24, 8, 40, 16)]
+    out_width, ranks = 72, (24, 8, 40, 16)[: len(sizes)]
+    blocks = [stack([Pair(noise(r, in_width), noise(out_width, r), 0.5, 0)]) for r in ranks]
     firsts = np.cumsum([0, *sizes[:-1]]).tolist()
     segments = [Segment(block, first, size) for block, first, size in zip(blocks, firsts, sizes, strict=True)]
     entries, rows = sum(sizes), 11
@@ -64,12 +65,14 @@ def a_step() -> tuple[PackedStep, torch.Tensor]:
 
 
 def a_step_of_three_blocks_has_the_bits_of_two(library: ctypes.CDLL) -> None:
-    packed, expected = a_step()
-    for seed in range(SEEDS):
+    """A short step, of which each reader adds the partial sums, and one of more partial sums than it may add."""
+    for shape, seed in itertools.product(((700, (1, 40, 2, 9)), (4200, (30, 1))), range(SEEDS)):
+        packed, expected = a_step(*shape)
         world, out, workspace = World(seed, library), packed.poisoned_out(), packed.poisoned_workspace(64)
         grid = launched(world, "lora_step_bfloat16", arguments(packed.step, out, workspace, VARIANT.stages), 3)
         ended(world, grid)
-        assert torch.equal(out, expected), f"seed {seed}"
+        assert torch.equal(out, expected), f"{shape[0]} columns, seed {seed}"
+        assert workspace.v.isnan().all() == (shape[0] == 700), "a long step alone adds its partial sums once"
 
 
 def ended(world: World, grid: int, turns: int = 300_000) -> None:

@@ -49,9 +49,9 @@ class Stage:
 
     def introduce(self) -> None:
         """Give the shards a table of zeros. Neither of them may run."""
-        numbers = self.world.shared.new("<u8", MAX_LINKS, ROW_WORDS)
-        self.tables[self.chooser.randrange(LANES)] = address(numbers)
-        self.follower.serve["numbers"] = address(numbers)
+        self.numbers = self.world.shared.new("<u8", MAX_LINKS, ROW_WORDS)
+        self.tables[self.chooser.randrange(LANES)] = address(self.numbers)
+        self.follower.serve["numbers"] = address(self.numbers)
 
     def launch(self) -> None:
         self.launches = 1

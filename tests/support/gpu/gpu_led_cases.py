@@ -224,6 +224,19 @@ def a_row_is_empty_before_it_is_found(library: ctypes.CDLL) -> None:
         stage.world.let_go()
 
 
+def a_number_brings_whose_row_it_is(library: ctypes.CDLL) -> None:
+    """Also the number of a step that is refused at once, the first after its client joined: no fence comes between."""
+    stage, (member,), handles = begin(library, 1)
+    member.led.seq = 1
+    memory = member.led.memory(BODIES[0], handles, 1, 2**60)
+    memory[0] ^= 1
+    stage.do(member.led.one(memory))
+    row = stage.numbers[member.led.link]
+    stage.turns(10)
+    assert int(row[2]) >> 32 == 1, "its first step has no number"
+    assert stage.world.is_ordered(address(row[2:]), row[:1]), "a number may come before whose row it is"
+
+
 def launches_push_what_has_no_rows(library: ctypes.CDLL) -> None:
     """A launch without rows pushes if the pass has rows anywhere, and none of its other links has failed."""
     scene = Scene(library)
@@ -262,5 +275,6 @@ CASES = (
     a_number_is_of_who_has_its_row,
     a_row_that_is_found_has_no_older_numbers,
     a_row_is_empty_before_it_is_found,
+    a_number_brings_whose_row_it_is,
     launches_push_what_has_no_rows,
 )

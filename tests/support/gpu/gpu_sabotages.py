@@ -139,6 +139,12 @@ LISTED = (
     *of("lora_step.cuh", rows=[
         ("step: partial sums are read before all are there",
          "if (!grid_barrier(a.arrivals, flag)) return false;\n        const", "const", CI)]),
+    *of("lora_step.cuh", kind="lora_step.cu", rows=[
+        ("step: sums of partials are read before all are there",
+         "if (PHASES & EXPAND_ONLY && !grid_barrier(a.arrivals, flag)) return false;", ""),
+        ("step: deltas are summed before all are there",
+         "if (!grid_barrier(a.arrivals, flag)) return false;\n    combine", "combine"),
+        ("step: each reader adds the partial sums, however many", "partials > FEW_PARTIALS", "false")]),
     *of("serve.cu", rows=[
         ("work: the next turn's partial sums are written over those that are read",
          "turn % 2 ? s.other_partial : s.partial", "s.partial", CI)]),

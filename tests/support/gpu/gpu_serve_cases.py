@@ -80,15 +80,21 @@ def a_host_stops_everything(library: ctypes.CDLL) -> None:
 
 
 def a_host_finds_what_its_kernel_has_left(library: ctypes.CDLL) -> None:
-    """The host reads `done` and `left` before the grid ends: by then all earlier writes must be ordered."""
+    """The host reads `done` and `left` before the grid ends: by then all earlier writes must be ordered. A turn may end
+    after the kernel was told to leave."""
     scene = Scene(library, clients=0, wild=2, idle_ns=2**60)
-    shard, world, told = scene.shard, scene.world, 0
+    shard, world, told, late = scene.shard, scene.world, 0, 0
     for _ in range(6):
-        first = scene.clients[0].seq + 1
+        shard.pump()
+        first, before = scene.clients[0].seq + 1, int(shard.serve["turn"])
         for client, _ in itertools.product(scene.clients, range(DEPTH)):
             client.push(BODIES[0], scene.handles)
-        stop = shard.post(CommandKind.STOP)
-        next(stop)
+        while int(shard.serve["turn"]) == before:
+            world.run(1)
+        world.freeze(shard.grid, 1)
+        scene.do(shard.post(CommandKind.STOP))
+        late += int(shard.mailbox["done"]) < int(shard.serve["turn"])
+        world.thaw(shard.grid, 1)
         while int(shard.mailbox["left"]) < shard.launches:
             world.run(1)
             if told != (told := int(shard.mailbox["done"])) == int(shard.serve["turn"]):
@@ -96,7 +102,8 @@ def a_host_finds_what_its_kernel_has_left(library: ctypes.CDLL) -> None:
                 assert world.is_ordered(address(shard.mailed("done")), blocks, read=True), "a turn may still read them"
         assert told == int(shard.serve["turn"]), "all that was ordered was done"
         assert world.is_ordered(address(shard.mailed("left")), shard.links.view(np.uint8)), "links may still change"
-        scene.do(stop, *(client.answered_to(seq) for client in scene.clients for seq in (first, client.seq)))
+        scene.do(*(client.answered_to(seq) for client in scene.clients for seq in (first, client.seq)))
+    assert late, "no turn ended after the kernel was told to leave"
 
 
 def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:

@@ -137,8 +137,12 @@ class World:
         self.library.world_kill(grid)
 
     def freeze(self, grid: int, block: int) -> None:
-        """A block of it does not go on."""
-        self.library.world_freeze(grid, block)
+        """A block of it does not go on until it is thawed."""
+        self.library.world_freeze(grid, block, 0)
+
+    def thaw(self, grid: int, block: int) -> None:
+        """Let a frozen block go on."""
+        self.library.world_freeze(grid, block, 1)
 
     def hold(self, word: int, passes: int = 0) -> None:
         """Go on until a warp that has loaded a word so often is about to do so again; it waits there until `let_go`."""

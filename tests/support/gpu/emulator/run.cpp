@@ -271,12 +271,12 @@ extern "C" void world_kill(int id) {
         end(grid);
     }
 }
-// A block that does not go on.
-extern "C" void world_freeze(int id, int block) {
+// A block that does not go on, until it is thawed.
+extern "C" void world_freeze(int id, int block, int thaws) {
     for (Grid* grid : world.grids)
         if (grid->id == id)
             for (Thread& thread : grid->threads)
-                if (thread.block->index == block) thread.wakes = ~0ull;
+                if (thread.block->index == block) thread.wakes = thaws ? 0 : ~0ull;
 }
 extern "C" void world_hold(const void* word, unsigned passes) {
     world.held = {word, passes, 0};

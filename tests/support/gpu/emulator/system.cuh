@@ -30,6 +30,7 @@ inline void store_release_system(uint64* p, uint64 value) {
         *p = value;
         return in_order();
     }
+    compare(p, sizeof(value), true, true);
     fence_of_system(), released(p, true);
     add_directly(p, value - value_of(p, false));
     interrupt();
