@@ -24,12 +24,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from bench.gpu_run import record
+from bench.gpu_run import planner, record
 from lora_server.demo import tiny
 from lora_server.demo.engine import Job, Sequence, Times
 from lora_server.demo.launch import finish_engine, running_server, start_engine
 from lora_server.errors import ConfigError
-from provisioning.model.hardware import GPUS
 
 EPS, BATCHES, NUM_ADAPTERS, LORA_RANK, NEW_TOKENS = (1, 2, 4), (8, 16, 32), 16, 16, 12
 GEOMETRY = {"hidden_size": 256, "intermediate_size": 512}
@@ -67,15 +66,10 @@ def measure() -> dict[str, Any]:
 
 def of_gpu_run(folder: Path, transport: str) -> dict[str, Any]:
     """The compute terms that `make gpu` measured. Raises ConfigError where the stage did not come to them."""
-    lines = record.read(folder / "headline.jsonl")
-    cells, machines = record.picked(lines, "headline"), record.picked(lines, "hardware")
-    name = str(machines[-1]["gpu"]).lower() if machines else ""
-    gpu = next((known for known in GPUS if known.split("-")[0] in name), None)
-    if not cells or gpu is None:
-        raise ConfigError(f"--gpu-run: {folder}: got GPU {name!r} and {len(cells)} cells of headline; run make gpu")
-    of = {"model": "mixtral-8x7b", "gpu": gpu, "lora_rank": 64, "wire": "exact", "transport": transport}
-    compute = [{"ep": 4, "batch": cell["tokens"], "us": cell["us"]} for cell in cells]
-    return {"source": f"make gpu, headline, {name}: kernels alone", "of": of, "terms": {"compute": compute}}
+    try:
+        return planner.profile(record.read(folder / "headline.jsonl"), transport)
+    except ValueError as error:
+        raise ConfigError(f"--gpu-run: {folder}: {error}") from error
 
 
 def main() -> None:

@@ -165,7 +165,8 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
 def save(arguments: argparse.Namespace, results: Results, gpu: str, console: Console) -> Path:
     """Write the report and the archives; return the report's path."""
     written = report.write(list(STAGES), results, arguments.out, gpu)
-    reports = [written, *sorted(arguments.out.glob(f"kernels_{gpu}_*.json"))]
+    found = [path for kind in ("kernels", "profile") for path in sorted(arguments.out.glob(f"{kind}_{gpu}_*.json"))]
+    reports = [written, *found]
     if left := archive.pack(arguments.back, results.folder, reports):
         console.print(f"no room in {arguments.back} for {', '.join(left)}")
     return written

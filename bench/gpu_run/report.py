@@ -1,4 +1,4 @@
-"""The report of a run: gpu_NAME_DATE.md to read, and kernels_NAME_DATE.json for other programs."""
+"""The report of a run: gpu_NAME_DATE.md to read, kernels_NAME_DATE.json, and profile_NAME_DATE.json for the planner."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_run import planner
 from bench.gpu_run.record import picked
 from bench.gpu_run.stages import STAGES, Stage
 from bench.gpu_run.state import ROOT, Outcome, Results
@@ -23,17 +25,22 @@ SLICED_NOTE = (
     "Time-sliced: processes take turns on one GPU, so no time here is a latency of the path (`inproc` has those)."
 )
 CELL = kernels_report.CELL
+TRANSPORT = "gpu"  # of the profile: the one whose kernels these are
 Section = Callable[[dict[str, Outcome]], str]
 
 
 def write(stages: Sequence[Stage], results: Results, out: Path, gpu: str) -> Path:
-    """Both files, as far as there is something to say; the Markdown's path."""
+    """All three files, as far as there is something to say; the Markdown's path."""
     outcomes = {stage.name: found for stage in stages if (found := results.load(stage.name)) is not None}
     date = min((outcome.began for outcome in outcomes.values()), default=_today())[:10]
     out.mkdir(parents=True, exist_ok=True)
     kernels = kernels_document(outcomes)
     if kernels["cells"]:
         (out / f"kernels_{gpu}_{date}.json").write_text(json.dumps(kernels, indent=2) + "\n")
+    if "headline" in outcomes:
+        with suppress(ValueError):  # it has no cell yet
+            profile = planner.profile(outcomes["headline"].lines, TRANSPORT)
+            (out / f"profile_{gpu}_{date}.json").write_text(json.dumps(profile, indent=2) + "\n")
     path = out / f"gpu_{gpu}_{date}.md"
     path.write_text(text(stages, outcomes, gpu, date))
     return path

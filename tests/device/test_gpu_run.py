@@ -22,6 +22,7 @@ from bench.gpu_run import archive, carried, cuda_tests, lab, probe, record, repo
 from bench.gpu_run.stages import LENT_SECONDS, STAGES, Stage, chosen
 from bench.gpu_run.state import ROOT, Outcome, Results
 from lora_server.demo import children
+from provisioning.model import profile
 from tests.support.serving import HANG_SECONDS, all_gone, until
 
 SECONDS = 60.0
@@ -267,7 +268,7 @@ def site(name, us):
 def test_a_report_has_what_was_measured_and_what_failed_and_does_not_name_the_machine(tmp_path):
     results = Results(tmp_path / "raw")
     report.write(STAGES, results, tmp_path, "h100")
-    assert not list(tmp_path.glob("kernels_*")), "nothing was measured"
+    assert not [*tmp_path.glob("kernels_*"), *tmp_path.glob("profile_*")], "nothing was measured"
     peer = {"kind": "peer", "model": "dbrx", "tokens": 64, "peer": "vllm"}
     where = f"{ROOT}/tests/x.py {sys.prefix}/lib {tempfile.gettempdir()}/y"
     results.save(outcome_of("ours", "cut", [
@@ -279,9 +280,14 @@ def test_a_report_has_what_was_measured_and_what_failed_and_does_not_name_the_ma
         {"kind": "scenario", "name": "killed", "good": False, "reason": "the context is dead"}], where))  # fmt: skip
     results.save(outcome_of("put", "passed", [], code="other"))
     results.save(outcome_of("inproc", "passed", [{"kind": "inproc", "cell": "EP4, 128 tokens", "us": 126.0}]))
+    results.save(outcome_of("headline", "passed", [
+        {"kind": "hardware", "gpu": "NVIDIA H100"}, {"kind": "headline", "tokens": 128, "us": 90.5}]))  # fmt: skip
     latency = {"kind": "latency", "what": "put, wait, add in a graph", "median_us": 4000.0, "p95_us": 5000.0}
     results.save(outcome_of("served", "passed", [latency, {"kind": "start", "shard": 0, "seconds": 12.5}]))
     text = report.write(STAGES, results, tmp_path, "h100").read_text()
+    measured = profile.load(tmp_path / "profile_h100_2026-11-22.json")
+    known = measured.lookup("compute", batch=128, ep=4)
+    assert known is not None and (known.value, known.kind) == (90.5, "measured"), "what the planner reads"
     document = json.loads((tmp_path / "kernels_h100_2026-11-22.json").read_text())
     assert list(document) == ["cells", "overhead_us", "command", "hardware"]
     keys = ["model", "tokens", "floor_ratio", "peer_ratio", "fastest_peer", "max_rel_err"]
