@@ -253,6 +253,11 @@ def test_a_rehearsal_fails_for_whatever_stops_a_stage_before_the_gpu(table, tmp_
         stage.play(work, found, given, name="cpu")
 
 
+def test_a_rehearsal_on_a_busy_cpu_is_not_cut_at_a_limit_that_is_a_gpus(table, monkeypatch):
+    monkeypatch.setattr("bench.gpu_run.stages.STAGES", (fake("only", "rehearse", seconds=0.01),))
+    assert table("--rehearse") == 0
+
+
 # -- reports
 
 
