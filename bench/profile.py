@@ -68,7 +68,7 @@ def of_gpu_run(folder: Path, transport: str) -> dict[str, Any]:
     """The compute terms that `make gpu` measured. Raises ConfigError where the stage did not come to them."""
     try:
         return planner.profile(record.read(folder / "headline.jsonl"), transport)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"--gpu-run: {folder}: {error}") from error
 
 

@@ -18,6 +18,7 @@ from bench.gpu_run.stages import STAGES, Stage
 from bench.gpu_run.state import ROOT, Outcome, Results
 from bench.kernels import report as kernels_report
 from bench.kernels.report import text_table
+from lora_server.errors import ConfigError
 
 Lines = list[dict[str, Any]]
 SLICED = {stage.name for stage in STAGES if stage.sliced}
@@ -38,7 +39,7 @@ def write(stages: Sequence[Stage], results: Results, out: Path, gpu: str) -> Pat
     if kernels["cells"]:
         (out / f"kernels_{gpu}_{date}.json").write_text(json.dumps(kernels, indent=2) + "\n")
     if "headline" in outcomes:
-        with suppress(ValueError):  # it has no cell yet
+        with suppress(ConfigError):  # it has no cell yet
             profile = planner.profile(outcomes["headline"].lines, TRANSPORT)
             (out / f"profile_{gpu}_{date}.json").write_text(json.dumps(profile, indent=2) + "\n")
     path = out / f"gpu_{gpu}_{date}.md"
