@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import http.client
+import os
+import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +26,7 @@ from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
 ENGINE_SECONDS = 600.0
+PORTS = range(20_000, 32_768)
 
 
 @dataclass
@@ -39,7 +45,7 @@ class RunningServer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return 0, ""
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> None:
@@ -61,10 +67,28 @@ class RunningServer:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """Find a port that is free at 127.0.0.1 now; returns it with `host`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"{host}:{probe.getsockname()[1]}"
+    """Find a port that is free at 127.0.0.1; returns it with `host`.
+
+    A port that the system chose could be given to another process before the server binds it. These ports lie below the
+    system's (on Linux it chooses from 32,768 on), and all processes of a user take them in turn.
+    """
+    counter = Path(tempfile.gettempdir()) / f"lora-server-ports-{os.getuid()}"
+    with (
+        os.fdopen(os.open(counter, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file,
+        socket.socket() as probe,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        port = int(file.read() or random.choice(PORTS))
+        for _ in PORTS:
+            port = port + 1 if port + 1 in PORTS else PORTS.start
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                file.seek(0)
+                file.write(str(port))  # always five digits
+                return f"{host}:{port}"
+    raise LoraServerError(
+        f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free at 127.0.0.1: stop what holds them"
+    )
 
 
 def launch(

@@ -1,5 +1,6 @@
 """A port that a node holds for the process that serves there."""
 
+import concurrent.futures
 import contextlib
 import os
 import socket
@@ -9,6 +10,7 @@ import pytest
 from lora_server.address import Address
 from lora_server.daemon import guard
 from lora_server.daemon.guard import hold_port
+from lora_server.demo.launch import PORTS, free_address
 from lora_server.errors import ConfigError
 
 REUSE = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
@@ -49,8 +51,7 @@ def listen(host, port, options=REUSE):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+    return int(free_address().rpartition(":")[2])
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -118,3 +119,9 @@ def test_a_port_that_is_taken_is_not_held(options):
         sock.listen()
         with pytest.raises(ConfigError, match="cannot listen there"), contextlib.ExitStack() as stack:
             hold_port("--http", Address(*sock.getsockname()), stack)
+
+
+def test_free_ports_go_round_between_processes():
+    with concurrent.futures.ProcessPoolExecutor(4) as processes:
+        ports = [address.rpartition(":")[2] for address in processes.map(free_address, ["127.0.0.1"] * 200)]
+    assert len(set(ports)) == 200 and {int(port) for port in ports} <= set(PORTS)
