@@ -21,7 +21,7 @@ import torch
 from client_connector.client import Client
 from client_connector.packing import Activations, HostPacker
 from client_connector.remote import RemoteServer
-from client_connector.routing import Batch, Message, route_dense, route_experts
+from client_connector.routing import Batch, Message, Run, route_dense, route_experts
 from lora_server.adapters import open_adapter
 from lora_server.errors import LoraServerError
 from lora_server.spec import ModelSpec, Site
@@ -60,7 +60,7 @@ class Drawn:
     is_routed: bool
 
     @property
-    def by_entry(self) -> bool:
+    def by_pair(self) -> bool:
         return self.is_routed and self.site.projection == "down"
 
 
@@ -80,13 +80,15 @@ class Caller:
 
     def draw(self, held: Held, site: Site, *, decode: bool = True) -> Drawn:
         """Random rows of one adapter, and at an expert's site its experts."""
-        x, batch = torch.randn(self._rows, self.spec.in_width(site), generator=self._random), [held] * self._rows
+        x = torch.randn(self._rows, self.spec.in_width(site), generator=self._random)
         experts_Tk = torch.zeros(self._rows, 1, dtype=torch.int64)
         is_routed = site.projection in ("gate_up", "down") and self.spec.experts_at(site) > 1
         if is_routed:
             experts_Tk = torch.rand(self._rows, self.spec.experts, generator=self._random).topk(self.spec.top_k).indices
             x = x.repeat_interleave(self.spec.top_k, 0) if site.projection == "down" else x
-        return Drawn(site, Batch.of(batch, None, decode=decode), x, experts_Tk, is_routed)
+        batch = Batch.of([Run.of(held, 0, self._rows)], decode)
+        assert batch is not None
+        return Drawn(site, batch, x, experts_Tk, is_routed)
 
     def exchange(self, drawn: Drawn, then: Callable[[Message, torch.Tensor], None] = lambda *_: None) -> None:
         placement, rows, site = self.client.placement, self.client.terms.max_step_rows, drawn.site
@@ -95,7 +97,7 @@ class Caller:
             messages = route_experts(drawn.batch, drawn.experts_Tk, owners_E, rows)
         else:
             messages = route_dense(drawn.batch, placement.owner(site), rows)
-        given = Activations(x=drawn.x, decode=drawn.batch.decode, by_entry=drawn.by_entry)
+        given = Activations(x=drawn.x, decode=drawn.batch.decode, by_pair=drawn.by_pair)
         self.client.start(HostPacker(self.client.terms, site, given), messages).finish(then)
 
     def step(self, held: Held, site: Site, oracle: Oracle | None = None) -> float:
@@ -105,10 +107,10 @@ class Caller:
 
         def check(message: Message, delta_NO: torch.Tensor) -> None:
             assert oracle is not None
-            top_k, entries = experts_Tk.shape[1], message.entries_N
+            top_k, entries = experts_Tk.shape[1], message.pairs_P
             for expert in experts_Tk.reshape(-1)[entries].unique().tolist():
                 mine = experts_Tk.reshape(-1)[entries] == expert
-                right = oracle.delta(site, expert, x[entries[mine] if drawn.by_entry else entries[mine] // top_k])
+                right = oracle.delta(site, expert, x[entries[mine] if drawn.by_pair else entries[mine] // top_k])
                 worst[0] = max(worst[0], float((delta_NO[mine] - right).abs().max()))
                 worst[1] = max(worst[1], float(right.abs().max()))
 

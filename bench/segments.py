@@ -27,7 +27,7 @@ from bench import harness
 from bench.kernels.draws import NUM_DRAWS, draws
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from client_connector.packing import Activations, HostPacker
-from client_connector.routing import Batch, route_experts
+from client_connector.routing import Batch, Run, route_experts
 from kernels_cuda.tables import PackedSegments
 from lora_server.errors import UnknownAdapterError
 from lora_server.memory.entry import LayerState, Source
@@ -112,10 +112,12 @@ class Case:
     def _write(self, seq: int) -> int:
         """Write a step's request into its slot and return its number of segments."""
         drawn = draws(self.model, TOKENS)[seq - 1]
-        held = [Held(str(adapter), int(adapter) + 1, frozenset({SITE})) for adapter in drawn.adapters_T]
+        held_T = [Held(str(adapter), int(adapter) + 1, frozenset({SITE})) for adapter in drawn.adapters_T]
+        batch = Batch.of([Run.of(held, row, 1) for row, held in enumerate(held_T)], decode=True)
+        assert batch is not None
         owners_E = torch.zeros(self.spec.experts, dtype=torch.int64)
         experts_Tk = torch.from_numpy(drawn.experts_Tk.astype(np.int64))
-        (message,) = route_experts(Batch.of(held, None, decode=True), experts_Tk, owners_E, self.max_step_rows)
+        (message,) = route_experts(batch, experts_Tk, owners_E, self.max_step_rows)
         terms = Terms(self.client, self.epoch, self.spec, LAYOUT, "independent", self.max_step_rows)
         given = Activations(x=torch.randn(TOKENS, self.spec.hidden).to(DTYPE), decode=True)
         HostPacker(terms, SITE, given).write_request(self.link, seq, message, budget_us=1)

@@ -40,7 +40,8 @@ class ForwardPass:
             return None
         try:
             here = self.client.takes(x_TK.device)
-            rows = batch.on(x_TK.device, len(x_TK)).rows_R if here else None
+            is_routed_there = here and batch.weights_R is None
+            rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
             messages = route_dense(batch, self.client.placement.owner(site), self.client.terms.max_step_rows, rows)
             given = Activations(x=x_TK if here else self.staged(x_TK), decode=batch.decode, window=window)
             return self.client.start(HostPacker(self.client.terms, site, given), messages)
@@ -65,7 +66,7 @@ class ForwardPass:
         if batch is None:
             return None
         try:
-            given = Activations(x=x, decode=batch.decode, by_entry=weights is not None, weights=weights, window=window)
+            given = Activations(x=x, decode=batch.decode, by_pair=weights is not None, weights=weights, window=window)
             client, terms = self.client, self.client.terms
             if not (client.takes(x.device) and fits(batch, terms.spec.experts)):
                 return self._start_on_host(batch, site, experts_Tk, given)

@@ -40,15 +40,15 @@ class Window(NamedTuple):
 class Activations:
     """The input of an engine at a site, and the form of the deltas.
 
-    x: one row per engine row [T, K]; or, with `by_entry`, one per entry (indexed by `Message.entries_N`).
+    x: one row per engine row [T, K]; or, with `by_pair`, one per pair (indexed by `Message.pairs_P`).
     With `weights` (float32, indexed alike) the deltas come back weighted and summed per row of the
-    message, otherwise one per entry. With a `window` x has its input columns only, and deltas its
+    message, otherwise one per pair. With a `window` x has its input columns only, and deltas its
     output columns side by side.
     """
 
     x: torch.Tensor
     decode: bool
-    by_entry: bool = False
+    by_pair: bool = False
     weights: torch.Tensor | None = None
     window: Window | None = None
 
@@ -130,35 +130,37 @@ class HostPacker(Packer[Message]):
     @override
     def write_request(self, link: Link, seq: int, message: Message, budget_us: int) -> RequestHeader:
         """Write header, segments, maps and rows."""
-        memory, x = link.region.request(seq), self.x
-        combine = self.given.weights is not None and message.map_N is not None
-        shared = not self.given.by_entry and message.map_N is not None
-        flags = slot.HAS_IN_MAP * shared | slot.HAS_OUT_MAP * combine
-        sent = message.entries_N if self.given.by_entry else message.rows_M
-        entries, row_bytes = len(message.entries_N), x.shape[1] * slot.ELEMENT_BYTES[self.dtype]
-        scales = slot.num_scales(len(sent), self.dtype)
-        at = slot.request_offsets(len(message.segments_S4), entries, flags, len(sent) * row_bytes, scales)
+        memory, x, given = link.region.request(seq), self.x, self.given
+        sent, in_map_N = (message.pairs_P, message.pair_N) if given.by_pair else (message.rows_M, message.map_N)
+        combine = given.weights is not None and message.map_N is not None
+        out_rows, out_map_N = (message.rows_M, message.map_N) if combine else (message.pairs_P, message.pair_N)
+        flags = slot.HAS_IN_MAP * (in_map_N is not None) | slot.HAS_OUT_MAP * (out_map_N is not None)
+        rows, entries = len(sent), len(message.pairs_P if message.pair_N is None else message.pair_N)
+        row_bytes, scales = x.shape[1] * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(rows, self.dtype)
+        at = slot.request_offsets(len(message.segments_S4), entries, flags, rows * row_bytes, scales)
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
-        counts = (len(sent), entries, len(message.segments_S4), len(message.rows_M) if combine else entries)
+        counts = (rows, entries, len(message.segments_S4), len(out_rows))
         header = self.header(link, seq, flags, budget_us, counts, at.end - slot.HEADER_BYTES)
         header.pack_into(memory)
         if entries:
             segments = message.segments_S4.reshape(-1)
             np.frombuffer(memory, np.int32, len(segments), at.segments)[:] = segments
-            self._write_maps(memory, at, flags, message)
+            if in_map_N is not None:
+                _view(memory, at.in_map, entries, torch.int32).copy_(in_map_N)
+            if out_map_N is not None:
+                _view(memory, at.out_map, entries, torch.int32).copy_(out_map_N)
+                _view(memory, at.weights, entries, torch.float32).copy_(self._weights(message))
             link.put_rows(header, x, sent)
         return header
 
-    def _write_maps(self, memory: memoryview, at: slot.RequestOffsets, flags: int, message: Message) -> None:
-        if message.map_N is None:
-            return
-        entries = len(message.entries_N)
-        if flags & slot.HAS_IN_MAP:
-            _view(memory, at.in_map, entries, torch.int32).copy_(message.map_N)
-        if flags & slot.HAS_OUT_MAP and self.given.weights is not None:
-            _view(memory, at.out_map, entries, torch.int32).copy_(message.map_N)
-            _view(memory, at.weights, entries, torch.float32).copy_(self.given.weights[message.entries_N])
+    def _weights(self, message: Message) -> torch.Tensor:
+        """Return the weight of each entry: of its pair, times that of its row segment."""
+        if self.given.weights is None:
+            assert message.weights_N is not None
+            return message.weights_N
+        weights_P = self.given.weights[message.pairs_P]
+        return weights_P if message.weights_N is None else weights_P[message.pair_N] * message.weights_N
 
     @override
     def settled(self, link: Link, message: Message, sent: RequestHeader) -> tuple[Message, RequestHeader]:

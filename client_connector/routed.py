@@ -33,8 +33,8 @@ class RoutedChunk(NamedTuple):
 
 
 def fits(batch: Batch, num_experts: int) -> bool:
-    """Return whether the kernel can tell so many (adapter, expert) pairs apart."""
-    return len(batch.held) * num_experts < MAX_KEYS
+    """Return whether the kernel can route it: rows with one adapter each, not too many (adapter, expert) pairs."""
+    return batch.weights_R is None and len(batch.held) * num_experts < MAX_KEYS
 
 
 def chunks_of(
@@ -67,12 +67,12 @@ class RoutedPacker(Packer[RoutedChunk]):
     @override
     def write_request(self, link: Link, seq: int, message: RoutedChunk, budget_us: int) -> RequestHeader:
         """Write the header without its counts, which the device adds."""
-        by_entry, (tokens, top_k) = self.given.by_entry, message.choice.experts_Tk.shape
-        header = self.header(link, seq, slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP, budget_us)
+        by_pair, (tokens, top_k) = self.given.by_pair, message.choice.experts_Tk.shape
+        header = self.header(link, seq, slot.HAS_OUT_MAP if by_pair else slot.HAS_IN_MAP, budget_us)
         header.pack_into(link.region.request(seq))
-        per_token = top_k if by_entry else 1
+        per_token = top_k if by_pair else 1
         x = self.x[message.first * per_token : (message.first + tokens) * per_token]
-        link.put_routed(header, x, message.choice, by_entry)
+        link.put_routed(header, x, message.choice, by_pair)
         return header
 
     @override
@@ -81,7 +81,7 @@ class RoutedPacker(Packer[RoutedChunk]):
         sent = RequestHeader.unpack_from(link.region.request(sent.seq))
         route, top_k = link.routed(sent.seq), message.choice.experts_Tk.shape[1]
         assert route.token_M is not None
-        rows = sent.num_out_rows if self.given.by_entry else sent.num_rows
+        rows = sent.num_out_rows if self.given.by_pair else sent.num_rows
         rows_M = route.token_M[:rows].long() + message.first
-        entries_N = route.pair_N[: sent.num_entries].long() + message.first * top_k
-        return Message(message.shard, NO_SEGMENTS, rows_M, route.row_N, entries_N), sent
+        pairs_P = route.pair_N[: sent.num_entries].long() + message.first * top_k
+        return Message(message.shard, NO_SEGMENTS, rows_M, route.row_N, pairs_P), sent

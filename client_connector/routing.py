@@ -1,7 +1,8 @@
 """Routes the rows of a batch of adapters to shards, as messages.
 
-Shapes: T rows of the engine's activations, R of them that have an adapter (sorted by handle, once
-per engine step), k experts per row, N entries = (row, expert) pairs of one message in S segments.
+Shapes: T rows of the engine's activations, k experts per row; R row segments (row, adapter, weight), sorted by handle
+once per engine step: a row has one, of weight 1, or several. In one message: N entries, one per row segment and expert,
+in S segments; M rows; P pairs (row, expert), which are its entries where each row has one row segment.
 
 A message is what one shard gets in one push. Rows that no adapter touches never leave the engine;
 gate_up rows travel once per shard however many of its experts they meet; `down` comes back summed
@@ -32,7 +33,9 @@ class Message(NamedTuple):
     segments_S4: Ints  # handle, expert, first entry, entries
     rows_M: torch.Tensor  # int64, on a device int32: the engine rows it concerns, each once
     map_N: torch.Tensor | None  # int32: entry -> position in rows_M; None where entry i is row i
-    entries_N: torch.Tensor  # the same: entry -> row * k + place among the row's experts
+    pairs_P: torch.Tensor  # as rows_M: row * k + place among the row's experts, each once
+    pair_N: torch.Tensor | None = None  # int32: entry -> position in pairs_P; None where entry i is pair i
+    weights_N: torch.Tensor | None = None  # float32, of the entries' row segments; None where all are 1
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)
@@ -57,61 +60,79 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Run(NamedTuple):
+    """Consecutive engine rows of one sequence; each gets the sum of its segments, weight times the adapter's delta."""
+
+    segments: tuple[tuple[Held, float], ...]
+    first: int
+    rows: int
+
+    @classmethod
+    def of(cls, held: Held, first: int, rows: int) -> Run:
+        """Make a run of rows of one adapter."""
+        return cls(((held, 1.0),), first, rows)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R: their handles."""
+    """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R: their handles.
+
+    weights_R: float32; None if each row is there once, with weight 1.
+    """
 
     rows_R: torch.Tensor
     handles_R: torch.Tensor
     held: tuple[Held, ...]
     decode: bool
+    weights_R: torch.Tensor | None = None
     _parts: dict[tuple[Held, ...], Batch | None] = field(default_factory=dict, compare=False)
     _tables: dict[tuple[torch.device, int], Tables] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, held_T: Sequence[Held | None], keep_T: torch.Tensor | None, decode: bool) -> Batch:
-        """Make a batch from one adapter, or None, per engine row; rows outside `keep_T` (bool) are left out."""
-        handles = torch.tensor([-1 if held is None else held.handle for held in held_T], dtype=torch.int64)
-        if keep_T is not None:
-            handles = torch.where(keep_T, handles, -1)
-        order = torch.argsort(handles, stable=True)
-        order = order[int((handles < 0).sum()) :]
-        unique = {held.handle: held for held in held_T if held is not None}
-        return cls(order, handles[order], tuple(unique.values()), decode)
-
-    @classmethod
-    def of_runs(cls, runs: Sequence[tuple[Held, int, int]], decode: bool) -> Batch | None:
-        """Make a batch from (adapter, first row, rows) of sequences, each with consecutive rows; None without rows."""
-        ordered = sorted((run for run in runs if run[2] > 0), key=lambda run: run[0].handle)
-        if not ordered:
+    def of(cls, runs: Sequence[Run], decode: bool, keep_T: torch.Tensor | None = None) -> Batch | None:
+        """Make a batch of disjoint runs; rows outside `keep_T` (bool) are left out. None without rows."""
+        parts = [(held, weight, run) for run in runs if run.rows > 0 for held, weight in run.segments]
+        if not parts:
             return None
-        rows = torch.cat([torch.arange(first, first + count) for _, first, count in ordered])
-        counts = torch.tensor([count for _, _, count in ordered])
-        handles = torch.tensor([held.handle for held, _, _ in ordered], dtype=torch.int64)
-        unique = {held.handle: held for held, _, _ in ordered}
-        return cls(rows, handles.repeat_interleave(counts), tuple(unique.values()), decode)
+        parts.sort(key=lambda part: part[0].handle)
+        counts = [run.rows for _, _, run in parts]
+        rows_R = np.concatenate([np.arange(run.first, run.first + run.rows) for _, _, run in parts])
+        handles_R = np.repeat(np.array([held.handle for held, _, _ in parts], np.int64), counts)
+        weights_R = None
+        if any(weight != 1.0 or len(run.segments) > 1 for _, weight, run in parts):
+            weights = np.array([weight for _, weight, _ in parts], np.float32)
+            weights_R = torch.from_numpy(weights.repeat(counts))
+        held = tuple({held.handle: held for held, _, _ in parts}.values())
+        batch = cls(torch.from_numpy(rows_R), torch.from_numpy(handles_R), held, decode, weights_R)
+        return batch if keep_T is None else batch._kept(keep_T[batch.rows_R], held)
+
+    def _kept(self, keep_R: torch.Tensor, held: tuple[Held, ...]) -> Batch | None:
+        if not bool(keep_R.any()):
+            return None
+        weights = None if self.weights_R is None else self.weights_R[keep_R]
+        return Batch(self.rows_R[keep_R], self.handles_R[keep_R], held, self.decode, weights)
 
     def at(self, site: Site) -> Batch | None:
         """Return the rows of adapters that have a delta at `site`, as a batch; None if there are none."""
         inside = [held for held in self.held if site in held.sites]
-        if not inside or not len(self.rows_R):
+        if not inside:
             return None
         if len(inside) == len(self.held):
             return self
         part = tuple(inside)
         if part not in self._parts:
             keep = torch.isin(self.handles_R, torch.tensor([held.handle for held in inside]))
-            found = Batch(self.rows_R[keep], self.handles_R[keep], part, self.decode)
-            self._parts[part] = found if bool(keep.any()) else None
+            self._parts[part] = self._kept(keep, part)
         return self._parts[part]
 
     def on(self, device: torch.device, num_rows: int) -> Tables:
-        """Copy the batch to a device, once, for engine activations of `num_rows` rows."""
+        """Copy the batch, of rows with one adapter each, to a device, once, for activations of `num_rows` rows."""
         if (device, num_rows) not in self._tables:
             self._tables[device, num_rows] = self._on(device, num_rows)
         return self._tables[device, num_rows]
 
     def _on(self, device: torch.device, num_rows: int) -> Tables:
+        assert self.weights_R is None, "a table has one adapter per row"
         handles, index_R = torch.unique_consecutive(self.handles_R, return_inverse=True)
         adapters_T = torch.full((num_rows,), -1, dtype=torch.int32)
         adapters_T[self.rows_R] = index_R.int()
@@ -121,15 +142,28 @@ class Batch:
 
 
 def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor | None = None) -> list[Message]:
-    """Route a site with one weight for every row: entry i is row i. rows_R: the batch's, on a device."""
+    """Route a site with one weight for every row: a row's pair is the row. rows_R: the batch's, on a device."""
     rows_R = batch.rows_R if rows_R is None else rows_R
     messages = []
     for first in range(0, len(rows_R), max_entries):
         rows = rows_R[first : first + max_entries]
         handles, counts = torch.unique_consecutive(batch.handles_R[first : first + max_entries], return_counts=True)
         segments = _segments(handles, 0, counts)
-        messages.append(Message(shard, segments, rows, None, rows))
+        if batch.weights_R is None:
+            messages.append(Message(shard, segments, rows, None, rows))
+        else:
+            weights = batch.weights_R[first : first + max_entries]
+            messages.append(_weighted(shard, segments, rows, rows, weights))
     return messages
+
+
+def _weighted(
+    shard: int, segments_S4: Ints, row_N: torch.Tensor, pair_N: torch.Tensor, weights_N: torch.Tensor
+) -> Message:
+    """Make a message of entries that share rows and pairs: each of these is sent, or comes back, once."""
+    rows_M, map_N = torch.unique(row_N, return_inverse=True)
+    pairs_P, place_N = torch.unique(pair_N, return_inverse=True)
+    return Message(shard, segments_S4, rows_M, map_N.int(), pairs_P, place_N.int(), weights_N)
 
 
 def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor, max_entries: int) -> list[Message]:
@@ -143,7 +177,7 @@ def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor
     row_F = torch.arange(num_rows).repeat_interleave(top_k)
     kept_F = torch.nonzero(expert_F < num_experts).squeeze(1)
     expert_F, row_F = expert_F[kept_F], row_F[kept_F]
-    entry_F = (batch.rows_R[:, None] * top_k + torch.arange(top_k)).reshape(-1)[kept_F]
+    pair_F = (batch.rows_R[:, None] * top_k + torch.arange(top_k)).reshape(-1)[kept_F]
     chunk_F = row_F // max(1, max_entries // top_k)
     group_F = owners_E[expert_F] * (int(chunk_F.max()) + 1 if len(chunk_F) else 1) + chunk_F
     # rows are sorted by handle, so sorting by (group, handle, expert) keeps rows in order within a segment
@@ -155,10 +189,15 @@ def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor
     for size in sizes.tolist():
         part = order[first : first + size]
         keys, counts = torch.unique_consecutive(key_F[first : first + size], return_counts=True)
-        rows, positions = torch.unique(row_F[part], return_inverse=True)
         segments = _segments(handles[keys // num_experts % len(handles)], keys.numpy() % num_experts, counts)
         shard = int(owners_E[expert_F[part[0]]])
-        messages.append(Message(shard, segments, batch.rows_R[rows], positions.int(), entry_F[part]))
+        if batch.weights_R is None:
+            rows, positions = torch.unique(row_F[part], return_inverse=True)
+            messages.append(Message(shard, segments, batch.rows_R[rows], positions.int(), pair_F[part]))
+        else:
+            of_N = row_F[part]
+            weights = batch.weights_R[of_N]
+            messages.append(_weighted(shard, segments, batch.rows_R[of_N], pair_F[part], weights))
         first += size
     return messages
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 from client_connector.client import Client
 from client_connector.reconnect import Reconnector
-from client_connector.routing import Batch
+from client_connector.routing import Batch, Run
 from client_connector.serving.plan import NO_PLAN, Failure, StepPlan
 from client_connector.serving.sites import HostSites, PassFailures, SiteSteps
 from client_connector.session import Session
@@ -101,7 +101,7 @@ class PlannedPass:
                 runs, decode = self._runs(plan, req_ids, counts, computed)
                 if runs:
                     self._lease.follow(plan.server, plan.holder)
-                batch = Batch.of_runs(runs, decode)
+                batch = Batch.of(runs, decode)
             except LoraServerError as error:
                 self.failures.fail(error)
         self.sites.begin(batch)
@@ -122,17 +122,17 @@ class PlannedPass:
 
     def _runs(
         self, plan: StepPlan, req_ids: Sequence[str], counts: Sequence[int], computed: Sequence[int]
-    ) -> tuple[list[tuple[Held, int, int]], bool]:
-        runs: list[tuple[Held, int, int]] = []
+    ) -> tuple[list[Run], bool]:
+        runs: list[Run] = []
         first, decode = 0, True
         for req_id, count, position in zip(req_ids, counts, computed, strict=True):
             assigned = plan.rows.get(req_id)
             if assigned is not None:
                 skipped = min(max(assigned.start - int(position), 0), int(count))
-                runs.append((self._held(assigned.handle), first + skipped, int(count) - skipped))
+                runs.append(Run.of(self._held(assigned.handle), first + skipped, int(count) - skipped))
                 decode = decode and count == 1
             first += int(count)
-        return [run for run in runs if run[2]], decode
+        return [run for run in runs if run.rows], decode
 
     def _held(self, handle: int) -> Held:
         if handle not in self._known:

@@ -135,7 +135,7 @@ class HostSites(ForwardPass, SiteSteps):
     def add(self, step: Started | None, parts: Sequence[Part], per_entry: bool = False) -> None:
         def add(message: Message, delta: torch.Tensor) -> None:
             for y, begin in parts:
-                rows_M = message.entries_N if per_entry else message.rows_M
+                rows_M = message.pairs_P if per_entry else message.rows_M
                 delta_MO = delta[:, begin : begin + y.shape[1]]  # a slot's memory, which is used again
                 y.index_add_(0, rows_M.to(y.device, non_blocking=True), delta_MO.to(y.device, non_blocking=True))
 

@@ -66,7 +66,7 @@ class StepTables:
     def write(self, batch: Batch | None) -> None:
         """Write the rows of the pass that is queued next on torch's current stream; None: all are the base model's.
 
-        Raises ConfigError for too many rows or adapters.
+        Raises ConfigError for too many rows or adapters, and for rows with several adapters.
         """
         if batch is None and not self._used:
             return
@@ -105,6 +105,11 @@ class StepTables:
 
     def _place(self, batch: Batch) -> int:
         """Write each row's place; return the end of the rows with an adapter."""
+        if batch.weights_R is not None:
+            raise ConfigError(
+                "transports gpu and nvshmem: got rows with several adapters, or with one of another weight than 1, "
+                "expected one adapter per row; use auto"
+            )
         end = int(batch.rows_R.max()) + 1
         if end > len(self.adapters_T):
             raise ConfigError(f"got a step of {end} rows or more, expected at most {len(self.adapters_T)}")

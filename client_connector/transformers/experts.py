@@ -125,7 +125,7 @@ def _linear(groups: OnHost | OnDevice, module: Any, name: str, x_NK: torch.Tenso
 def _add_gate_up(
     hidden_NI: torch.Tensor, message: Message, delta: torch.Tensor, place: torch.Tensor, module: Any
 ) -> None:
-    rows = place[message.entries_N.to(place.device, non_blocking=True)]
+    rows = place[message.pairs_P.to(place.device, non_blocking=True)]
     if module.is_concatenated:
         hidden_NI.index_add_(0, rows, delta)
         return

@@ -24,7 +24,7 @@ from client_connector.forward_pass import ForwardPass
 from client_connector.geometry import check_geometry
 from client_connector.packing import DTYPE_CODES
 from client_connector.remote import RemoteServer
-from client_connector.routing import Batch
+from client_connector.routing import Batch, Run
 from client_connector.transformers.batch import expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
@@ -226,12 +226,12 @@ class Attachment:
             return
         per_name = repeats // seq_len
         held_B = [by_name[name] if name is not None else None for name in block.names for _ in range(per_name)]
-        held_T = [held for held in held_B for _ in range(seq_len)]
+        runs = [Run.of(held, row * seq_len, seq_len) for row, held in enumerate(held_B) if held is not None]
         keep = _both(
             _not_padding(kwargs.get("attention_mask"), seq_len),
             self._invocations.keep(held_B, kwargs, ids, seq_len),
         )
-        self._forward.batch = Batch.of(held_T, keep, decode=seq_len == 1)
+        self._forward.batch = Batch.of(runs, seq_len == 1, keep)
 
     def _after_forward(self, module: nn.Module, *ignored: Any) -> None:
         if module is self._model.base_model:

@@ -15,7 +15,7 @@ import torch
 from client_connector.client import Client
 from client_connector.packing import Activations, HostPacker
 from client_connector.remote import RemoteServer
-from client_connector.routing import Batch, route_experts
+from client_connector.routing import Batch, Run, route_experts
 from lora_server import logs
 from lora_server.errors import LoraServerError
 from lora_server.spec import Site
@@ -31,7 +31,7 @@ class Caller:
     def __init__(self, client: Client, rows: int, name: str = "tenant") -> None:
         self.client, self.model = client, client.terms.spec
         self.held = client.acquire([name])
-        self.batch = Batch.of(self.held * rows, None, decode=True)
+        self.batch = Batch.of([Run.of(self.held[0], 0, rows)], decode=True)
         generator = torch.Generator().manual_seed(rows)
         self.x = torch.randn(rows, self.model.hidden, generator=generator)
         self.experts = torch.rand(rows, self.model.experts, generator=generator).topk(self.model.top_k).indices

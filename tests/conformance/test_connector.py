@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import GenerationConfig
 
-from client_connector.routing import Batch
+from client_connector.routing import Batch, Run
 from client_connector.transformers import attach
 from client_connector.transformers.experts import OnDevice, OnHost
 from lora_server import __version__
@@ -271,7 +271,7 @@ def test_expert_parallel_sentinels_are_skipped(load, server):
     index = torch.tensor([[1, 8], [8, 8], [2, 3]])
     with attach(load.model, server) as lora:
         held = lora.client.acquire(["fused"])[0]
-        lora._forward.batch = Batch.of([held] * 3, None, decode=True)
+        lora._forward.batch = Batch.of([Run.of(held, 0, 3)], decode=True)
         out = experts(x, index, weights)
         alone = experts(x, torch.tensor([[1, 1], [1, 1], [2, 3]]), torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.5, 0.5]]))
         lora._forward.batch = None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from client_connector.client import Client
 from client_connector.packing import Activations, HostPacker
-from client_connector.routing import Batch, in_step, route_dense, route_experts
+from client_connector.routing import Batch, Run, in_step, route_dense, route_experts
 from client_connector.serving.tables import NOBODY, StepTables
 from lora_server.adapters import open_adapter
 from lora_server.demo.inproc import InprocServer
@@ -36,7 +36,11 @@ def batches(draw):
     held_T = draw(st.lists(st.sampled_from([None, *held]), min_size=1, max_size=24))
     keep_T = draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=len(held_T), max_size=len(held_T))))
     keep = None if keep_T is None else torch.tensor(keep_T)
-    return held_T, keep_T, Batch.of(held_T, keep, draw(st.booleans()))
+    return held_T, keep_T, Batch.of(runs_of(held_T), draw(st.booleans()), keep)
+
+
+def runs_of(held_T):
+    return [Run.of(held, row, 1) for row, held in enumerate(held_T) if held is not None]
 
 
 def wanted_rows(held_T, keep_T, site):
@@ -51,7 +55,7 @@ def wanted_rows(held_T, keep_T, site):
 
 def check_message(message, handle_of, max_entries):
     """What every message promises, whatever the routing."""
-    rows, entries = message.rows_M.tolist(), len(message.entries_N)
+    rows, entries = message.rows_M.tolist(), len(message.pairs_P)
     assert message.segments_S4.dtype == np.int32 and message.segments_S4.shape[1] == 4
     assert 1 <= entries <= max_entries and len(set(rows)) == len(rows) <= entries
     assert set(rows) <= set(handle_of), "a base row, or padding, travels"
@@ -74,11 +78,11 @@ def check_message(message, handle_of, max_entries):
 @given(batch=batches(), max_entries=st.integers(1, 9), shard=st.integers(0, 3))
 def test_dense_messages_cover_each_row_once(batch, max_entries, shard):
     held_T, keep_T, whole = batch
-    handle_of, part, seen = wanted_rows(held_T, keep_T, SITE), whole.at(SITE), Counter()
+    handle_of, part, seen = wanted_rows(held_T, keep_T, SITE), whole and whole.at(SITE), Counter()
     assert (part is None) == (not handle_of)
     for message in route_dense(part, shard, max_entries) if part else []:
         assert message.shard == shard and message.map_N is None
-        assert torch.equal(message.entries_N, message.rows_M)
+        assert torch.equal(message.pairs_P, message.rows_M)
         seen.update(row for _, row in check_message(message, handle_of, max_entries))
         assert all(expert == 0 for _, expert, _, _ in message.segments_S4.tolist())
     assert seen == dict.fromkeys(handle_of, 1)
@@ -94,7 +98,7 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
     scores = torch.rand(len(held_T), experts + absent, generator=generator)
     experts_Tk = scores.topk(top_k, dim=1).indices  # ids of `experts` and more mean "not here"
     owners = [3 + rank for rank in range(ep) for _ in share(experts, ep, rank)]
-    handle_of, part = wanted_rows(held_T, keep_T, SITE), whole.at(SITE)
+    handle_of, part = wanted_rows(held_T, keep_T, SITE), whole and whole.at(SITE)
     messages = route_experts(part, experts_Tk, torch.tensor(owners), max_entries) if part else []
     seen, homes = Counter(), {}
     for number, message in enumerate(messages):
@@ -102,7 +106,7 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
             i: expert for _, expert, begin, count in message.segments_S4.tolist() for i in range(begin, begin + count)
         }
         for i, row in check_message(message, handle_of, max_entries):
-            expert, entry = expert_of[i], int(message.entries_N[i])
+            expert, entry = expert_of[i], int(message.pairs_P[i])
             assert entry // top_k == row and int(experts_Tk[row, entry % top_k]) == expert
             assert owners[expert] == message.shard
             assert homes.setdefault((row, message.shard), number) == number, "a row's entries travel together"
@@ -114,7 +118,7 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
     counts = Counter(message.shard for message in padded)
     assert len({counts[shard] for shard in stage}) == 1 and len(padded) >= len(messages)
     assert [id(m) for s in stage for m in messages if m.shard == s] == [id(m) for m in padded if len(m.rows_M)]
-    assert all(not len(m.segments_S4) and not len(m.entries_N) for m in padded if not len(m.rows_M))
+    assert all(not len(m.segments_S4) and not len(m.pairs_P) for m in padded if not len(m.rows_M))
 
 
 @functools.cache
@@ -134,7 +138,7 @@ def deltas(path):
 
 def exchange(client, batch, site, x, experts_Tk=None, weights=None, chunk=None):
     """What the engine's hook does at a site; returns the delta per row, or per entry for gate_up."""
-    part, spec, top_k = batch.at(site), client.terms.spec, 1 if experts_Tk is None else experts_Tk.shape[1]
+    part, spec, top_k = batch and batch.at(site), client.terms.spec, 1 if experts_Tk is None else experts_Tk.shape[1]
     rows = len(x) if site.projection != "gate_up" else len(x) * top_k
     rows = rows // top_k if weights is not None else rows
     out = torch.zeros(rows, spec.out_width(site), dtype=torch.float64)
@@ -144,8 +148,8 @@ def exchange(client, batch, site, x, experts_Tk=None, weights=None, chunk=None):
         messages = route_dense(part, client.placement.owner(site), chunk)
     else:
         messages = route_experts(part, experts_Tk, torch.tensor(client.placement.owners(site)), chunk)
-    place = "entries_N" if experts_Tk is not None and weights is None else "rows_M"
-    given = Activations(x=x, decode=batch.decode, by_entry=weights is not None, weights=weights)
+    place = "pairs_P" if experts_Tk is not None and weights is None else "rows_M"
+    given = Activations(x=x, decode=part.decode, by_pair=weights is not None, weights=weights)
     pending = client.start(HostPacker(client.terms, site, given), messages)
     pending.finish(lambda message, delta: out.index_add_(0, getattr(message, place), delta.double()))
     return out
@@ -187,7 +191,7 @@ def test_a_client_gets_the_literal_sum(data, seed, layout, chunk, make_client, t
     layer = data.draw(st.integers(0, spec.layers - 1))
     known = sorted({name for name in names if name})
     held = dict(zip(known, client.acquire(known), strict=True))
-    batch = Batch.of([held.get(name) for name in names], None, decode=data.draw(st.booleans()))
+    batch = Batch.of(runs_of([held.get(name) for name in names]), decode=data.draw(st.booleans()))
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -252,12 +256,12 @@ def test_every_pass_is_what_its_batch_says_at_the_same_addresses(passes):
     for requests in passes:
         runs, first = [], 0
         for index, count in requests:
-            runs.append((HELD[index], first, min(count, ROWS - first)))
+            runs.append(Run.of(HELD[index], first, min(count, ROWS - first)))
             first = min(ROWS, first + count + 1)  # rows of the base model between them
-        step.write(Batch.of_runs(runs, decode=False))
+        step.write(Batch.of(runs, decode=False))
         for site in SITES:
             wanted: list[int | None] = [None] * ROWS
-            for held, begin, count in runs:
+            for ((held, _),), begin, count in runs:
                 wanted[begin : begin + count] = [held.handle if site in held.sites else None] * count
             assert meant(step, site) == wanted
     assert addresses(step) == before
@@ -265,18 +269,18 @@ def test_every_pass_is_what_its_batch_says_at_the_same_addresses(passes):
 
 def test_a_handle_of_another_run_may_have_other_sites():
     step, other = tables(), Held("b", HELD[0].handle, frozenset(SITES[1:]), "v", None)
-    step.write(Batch.of_runs([(HELD[0], 0, 1)], decode=True))
+    step.write(Batch.of([Run.of(HELD[0], 0, 1)], decode=True))
     step.forget()
-    step.write(Batch.of_runs([(other, 0, 1)], decode=True))
+    step.write(Batch.of([Run.of(other, 0, 1)], decode=True))
     assert [meant(step, site)[0] for site in SITES] == [None, *[other.handle] * 3]
 
 
-@pytest.mark.parametrize("runs", [[(held, i, 1) for i, held in enumerate(HELD[: MOST + 1])], [(HELD[0], ROWS, 1)]])
+@pytest.mark.parametrize("runs", [runs_of(HELD[: MOST + 1]), [Run.of(HELD[0], ROWS, 1)]])
 def test_what_does_not_fit_is_an_error(runs):
     step = tables()
     with pytest.raises(ConfigError, match="expected at most"):
-        step.write(Batch.of_runs(runs, decode=False))
+        step.write(Batch.of(runs, decode=False))
     step.write(None)
     assert meant(step, SITES[0]) == [None] * ROWS
-    step.write(Batch.of_runs([(HELD[0], 0, ROWS)], decode=False))
+    step.write(Batch.of([Run.of(HELD[0], 0, ROWS)], decode=False))
     assert meant(step, SITES[0]) == [HELD[0].handle] * ROWS

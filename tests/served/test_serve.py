@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from structlog.testing import capture_logs
 
 from client_connector.remote import RemoteServer
-from client_connector.routing import Batch
+from client_connector.routing import Batch, Run
 from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
@@ -243,7 +243,7 @@ def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(load, ser
     with attach(load.model, server.address, timeout_seconds=HANG_SECONDS) as lora:
 
         def compute():
-            lora._forward.batch = Batch.of([held] * 2, None, decode=True)
+            lora._forward.batch = Batch.of([Run.of(held, 0, 2)], decode=True)
             try:
                 return experts(x, index, weights)
             finally:
