@@ -93,10 +93,10 @@ class Caller:
     def exchange(self, drawn: Drawn, then: Callable[[Message, torch.Tensor], None] = lambda *_: None) -> None:
         placement, rows, site = self.client.placement, self.client.terms.max_step_rows, drawn.site
         if drawn.is_routed:
-            owners_E = torch.tensor(placement.owners(site))
+            owners_E = torch.tensor(placement.first_owners(site))
             messages = route_experts(drawn.batch, drawn.experts_Tk, owners_E, rows)
         else:
-            messages = route_dense(drawn.batch, placement.owner(site), rows)
+            messages = route_dense(drawn.batch, placement.owners(site)[0], rows)
         given = Activations(x=drawn.x, decode=drawn.batch.decode, by_pair=drawn.by_pair)
         self.client.start(HostPacker(self.client.terms, site, given), messages).finish(then)
 

@@ -42,7 +42,7 @@ class ForwardPass:
             here = self.client.takes(x_TK.device)
             is_routed_there = here and batch.weights_R is None
             rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
-            messages = route_dense(batch, self.client.placement.owner(site), self.client.terms.max_step_rows, rows)
+            messages = route_dense(batch, self.client.placement.owners(site)[0], self.client.terms.max_step_rows, rows)
             given = Activations(x=x_TK if here else self.staged(x_TK), decode=batch.decode, window=window)
             return self.client.start(HostPacker(self.client.terms, site, given), messages)
         except LoraServerError as error:
@@ -109,7 +109,7 @@ class ForwardPass:
         """Return the shard of each expert of a layer; int64."""
         key = (self.client.terms, layer)  # a session that was joined again may have another layout
         if key not in self._owners:
-            self._owners[key] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
+            self._owners[key] = torch.tensor(self.client.placement.first_owners(Site(layer, "gate_up")))
         return self._owners[key]
 
     def timed(self, site: Site, began_ns: int) -> None:

@@ -91,20 +91,23 @@ class Placement:
             return range(int(self._dense_owner[site] == shard))
         return share(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
 
-    def owner(self, site: Site, expert: int = 0) -> int:
-        """Return the one shard that owns `expert` of `site`; raises IndexError outside the model."""
+    def owners(self, site: Site, expert: int = 0) -> tuple[int, ...]:
+        """Return the shards that own `expert` of `site`, one today; a client sends its rows to the first.
+
+        Raises IndexError outside the model.
+        """
         if not 0 <= expert < self.spec.experts_at(site):
             raise IndexError(f"{site}: expert {expert} of {self.spec.experts_at(site)}")
         if self.spec.is_dense(site):
-            return self._dense_owner[site]
+            return (self._dense_owner[site],)
         size, longer = divmod(self.spec.experts, self.layout.ep)
         in_longer = expert < longer * (size + 1)
         rank = expert // (size + 1) if in_longer else longer + (expert - longer * (size + 1)) // size
-        return self.layout.stage_shards(site.layer)[rank]
+        return (self.layout.stage_shards(site.layer)[rank],)
 
-    def owners(self, site: Site) -> tuple[int, ...]:
-        """Return the owner of every expert of a site, by expert."""
-        return tuple(self.owner(site, expert) for expert in range(self.spec.experts_at(site)))
+    def first_owners(self, site: Site) -> tuple[int, ...]:
+        """Return the first owner of every expert of a site, by expert: where a client sends its rows."""
+        return tuple(self.owners(site, expert)[0] for expert in range(self.spec.experts_at(site)))
 
     def sites(self, shard: int) -> Iterator[Site]:
         """Yield the sites of which a shard owns at least one expert, by layer."""

@@ -173,7 +173,7 @@ class Setting:
         placement = Placement(self.spec, Layout(SHARDS, 1))
         self.experts = placement.experts(GATE_UP, 0)
         if not placement.experts(QKV, 0):
-            raise ValueError(f"{QKV} belongs to shard {placement.owner(QKV)}, expected 0")
+            raise ValueError(f"{QKV} belongs to shard {placement.owners(QKV)[0]}, expected 0")
         self.files = Files(scratch, self.spec, self.experts, model.lora_rank, given.files)
         adapters = sorted({0, *(int(one) for found in self.drawns.values() for d in found for one in d.adapters_T)})
         pages = (len(adapters) + 2) * (-(-self.files.nbytes // PAGE_BYTES) + 2)  # one is loaded beside them

@@ -158,7 +158,7 @@ class KernelSites(SiteSteps):
 
     @override
     def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Launched | None:
-        owners: Owners = [(self.links.terms.placement.owner(site), None)]
+        owners: Owners = [(self.links.terms.placement.owners(site)[0], None)]
         return self._start(site, self._expert_T1[: len(x_TK)], x_TK, None, window, owners)
 
     @override

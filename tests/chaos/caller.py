@@ -35,7 +35,7 @@ class Caller:
         generator = torch.Generator().manual_seed(rows)
         self.x = torch.randn(rows, self.model.hidden, generator=generator)
         self.experts = torch.rand(rows, self.model.experts, generator=generator).topk(self.model.top_k).indices
-        self.owners = torch.tensor(client.placement.owners(SITE))
+        self.owners = torch.tensor(client.placement.first_owners(SITE))
         self.first: list[torch.Tensor] = []
 
     def step(self) -> bool:

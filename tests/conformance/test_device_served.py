@@ -85,7 +85,7 @@ class Served:
     def steps(self, session, adapter: str, shard: int | None = None) -> Steps:
         """At a site of that shard, or of the one that has the site."""
         (held,) = session.acquire([adapter], time.monotonic() + HANG_SECONDS)
-        owner = Placement(session.terms.spec, Layout.parse(LAYOUT)).owner(SITE)
+        owner = Placement(session.terms.spec, Layout.parse(LAYOUT)).owners(SITE)[0]
         return Steps(session, held.handle, owner if shard is None else shard)
 
     def logits(self, transport: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -29,7 +29,7 @@ def test_every_expert_of_every_site_has_exactly_one_owner(placement: Placement):
         holders = Counter(expert for shard in shards for expert in placement.experts(site, shard))
         assert holders == dict.fromkeys(range(placement.spec.experts_at(site)), 1)
         for expert in holders:
-            assert expert in placement.experts(site, placement.owner(site, expert))
+            assert placement.owners(site, expert) == tuple(s for s in shards if expert in placement.experts(site, s))
 
 
 @given(placements())
@@ -74,7 +74,7 @@ def test_a_layout_is_refused_where_a_shard_would_own_nothing(placement: Placemen
 def test_outside_the_model_is_an_error():
     placement = Placement(spec.PRESETS["mixtral-8x7b"], Layout(2, 2))
     with pytest.raises(IndexError):
-        placement.owner(spec.Site(0, "gate_up"), 8)
+        placement.owners(spec.Site(0, "gate_up"), 8)
 
 
 @pytest.mark.parametrize("text", ["ep0-pp1", "ep2", "2x2", "ep2-pp2-dp1", "", "ep-1-pp2"])

@@ -145,9 +145,9 @@ def exchange(client, batch, site, x, experts_Tk=None, weights=None, chunk=None):
     if part is None:
         return out
     if experts_Tk is None:
-        messages = route_dense(part, client.placement.owner(site), chunk)
+        messages = route_dense(part, client.placement.owners(site)[0], chunk)
     else:
-        messages = route_experts(part, experts_Tk, torch.tensor(client.placement.owners(site)), chunk)
+        messages = route_experts(part, experts_Tk, torch.tensor(client.placement.first_owners(site)), chunk)
     place = "pairs_P" if experts_Tk is not None and weights is None else "rows_M"
     given = Activations(x=x, decode=part.decode, by_pair=weights is not None, weights=weights)
     pending = client.start(HostPacker(client.terms, site, given), messages)

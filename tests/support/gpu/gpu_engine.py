@@ -85,7 +85,7 @@ class Engine:
         (held,) = self.session.acquire(self.adapters[:1], time.monotonic() + HANG_SECONDS)
         terms = self.session.terms
         placement, sites = Placement(terms.spec, terms.layout), (SITE, Site(SITE.layer, "o"))
-        owners = {placement.owner(site): site for site in sites}
+        owners = {placement.owners(site)[0]: site for site in sites}
         self.steps = [Steps(self.session, held.handle, shard, site) for shard, site in owners.items()]
         return {"event": "joined"}
 
