@@ -151,6 +151,7 @@ class RemoteSession(Session):
             tuple(lease.hidden_adapters),
             lease.adapters,
             agreed_wire(lease.wire, self._server.wire),
+            lease.generation,
         )
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
         if self._server.in_world:
@@ -158,7 +159,7 @@ class RemoteSession(Session):
             place = gathered(lease.place, lambda: calls.place(deadline), lambda: calls.status().reason, deadline)
             self.links += connect_world(place, self.terms, self._server.device, lambda: self.calls.lost is None)
             return
-        hello = Hello(lease.client, lease.epoch, lease.key)
+        hello = Hello(lease.client, lease.epoch, lease.key, generation=lease.generation)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
             tell_far(endpoints)

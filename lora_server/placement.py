@@ -67,10 +67,14 @@ def share(total: int, parts: int, index: int) -> range:
 
 @dataclass(frozen=True)
 class Placement:
-    """The owner of every expert and dense site, for one model in one layout."""
+    """The owners of every expert and dense site, for one model in one layout.
+
+    `generation` counts the placements of one server, from 1 on: what was told of one is not valid for another.
+    """
 
     spec: ModelSpec
     layout: Layout
+    generation: int = 1
 
     @cached_property
     def _dense_owner(self) -> dict[Site, int]:

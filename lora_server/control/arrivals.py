@@ -100,7 +100,9 @@ class Arrivals:
 
     def _claim(self, handle: ShardHandle, run: str) -> pb.ShardCommand:
         registered, restarts = self._start.registered.is_set(), self._shards.restarts[handle.shard]
-        return pb.ShardCommand(claim=pb.Claim(epoch=handle.epoch, run=run, registered=registered, restarts=restarts))
+        claim = pb.Claim(epoch=handle.epoch, run=run, registered=registered, restarts=restarts)
+        claim.generation = self._shards.generation
+        return pb.ShardCommand(claim=claim)
 
     def _settle(self) -> None:
         self.run = self.run or secrets.token_hex(8)

@@ -68,6 +68,7 @@ class Clients:
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         grant.served_names.extend(served_names)
         grant.tenant, grant.token, grant.weight = tenant, token, weight
+        grant.generation = self._shards.generation
         try:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)

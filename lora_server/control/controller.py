@@ -44,7 +44,9 @@ class Controller:
         self.start = start = StartState()
         self.timings = timings
         self.agreement, self._require_all = agreement, require_all_adapters
-        self.shards = ShardTable(agreement.layout, agreement.coordination, timings.shard_silence, clock)
+        self.shards = ShardTable(
+            agreement.layout, agreement.coordination, timings.shard_silence, clock, agreement.generation
+        )
         leases = Leases(clock=clock) if leases is None else leases
         self.adapters = ServerAdapters.of(
             agreement,

@@ -37,6 +37,7 @@ class Kept:
                 run=command.claim.run or self.claim.run,
                 registered=command.claim.registered if command.claim.run else self.claim.registered,
                 restarts=command.claim.restarts,
+                generation=command.claim.generation,
             )
         elif kind == "load":
             self.loads[command.load.handle] = command.load
@@ -84,6 +85,7 @@ class Kept:
         registration.instance, registration.epoch = self.instance, self.claim.epoch
         registration.run, registration.registered = self.claim.run, self.claim.registered
         registration.restarts, registration.kept = self.claim.restarts, self.count()
+        registration.generation = self.claim.generation
         registration.last_handle, registration.last_client = self.last_handle, self.last_client
         registration.gone.extend(sorted(self.gone))
         registration.active.extend(sorted(self.active)[:MOST_ACTIVE])

@@ -125,7 +125,8 @@ class ShardCommands:
         self._store.forget(asked.client, {need.handle for need in asked.needs})
 
     def _grant(self, grant: pb.Grant) -> None:
-        given = Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0, grant.pe)
+        of_tenant = grant.tenant, grant.weight or 1.0
+        given = Grant(grant.client, grant.epoch, grant.key, *of_tenant, grant.pe, grant.generation)
         self._port.grant(given)
         if self._world is not None:
             self._world.grant(given)

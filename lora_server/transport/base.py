@@ -198,6 +198,14 @@ class Grant:
     tenant: str = ""  # the operator
     weight: float = 1.0  # of the tenant, beside others
     pe: int = 0  # in NVSHMEM's world; 0, a shard's: none
+    generation: int = 1  # of the placement that the client was told
+
+    def require(self, generation: int) -> None:
+        """Raise LeaseError for a client that shows another generation: its rows may belong to other shards."""
+        if generation != self.generation:
+            raise LeaseError(
+                f"client {self.client}: got placement generation {generation}, expected {self.generation}; join again"
+            )
 
 
 class GrantTable:
@@ -224,6 +232,7 @@ class GrantTable:
         grant = self.get(hello.client, hello.epoch)
         if grant is None or not hmac.compare_digest(grant.key, hello.key):
             raise LeaseError(f"client {hello.client} epoch {hello.epoch}: no such lease on this shard; join again")
+        grant.require(hello.generation)
         return grant
 
 

@@ -234,6 +234,7 @@ class TcpListener:
                 raise LeaseError(
                     f"client {answer.client} epoch {answer.epoch}: no such lease on this shard; join again"
                 )
+            grant.require(answer.generation)
             region = Region(Mapping(self._port.layout.nbytes).view, self._port.layout)
             connection = _TcpConnection(grant, region, peer, self)
             pin(connection, self._device)

@@ -199,7 +199,7 @@ class JoinRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class Lease(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -230,7 +231,8 @@ class Lease(_message.Message):
     adapters: int
     wire: str
     place: Place
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
+    generation: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("world", "rank", "size", "uid", "slots")
@@ -465,7 +467,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -481,6 +483,7 @@ class StatusReply(_message.Message):
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -496,7 +499,8 @@ class StatusReply(_message.Message):
     active: int
     queued: int
     num_refused: int
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ClientStatus(_message.Message):
     __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds", "held")
@@ -603,7 +607,7 @@ class Attached(_message.Message):
     def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "order_badge", "proof", "place")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "order_badge", "proof", "generation", "place")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -624,6 +628,7 @@ class Registration(_message.Message):
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     ORDER_BADGE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
@@ -645,8 +650,9 @@ class Registration(_message.Message):
     active: _containers.RepeatedScalarFieldContainer[int]
     order_badge: bytes
     proof: bytes
+    generation: int
     place: Place
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., order_badge: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., order_badge: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., generation: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")
@@ -741,7 +747,7 @@ class ControllerChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe")
+    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -751,6 +757,7 @@ class Grant(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -760,7 +767,8 @@ class Grant(_message.Message):
     weight: float
     token: str
     pe: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent")
@@ -902,16 +910,18 @@ class Follow(_message.Message):
     def __init__(self, address: _Optional[str] = ..., badge: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class Claim(_message.Message):
-    __slots__ = ("epoch", "run", "restarts", "registered")
+    __slots__ = ("epoch", "run", "restarts", "registered", "generation")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run: str
     restarts: int
     registered: bool
-    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
+    generation: int
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ShardCommand(_message.Message):
     __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active", "holds", "borrow", "place", "bring", "stop", "challenge")

@@ -25,6 +25,7 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     device: bool = False  # a GPU stores the client's signals and rings no bell; Mapped comes before the first step
     twin: bool = False  # the client wants its rows in the shard's GPU memory
     slots: bool = False  # the client wants whole slots there, which the shard's kernel serves
+    generation: int = 1  # of the placement that the client was told
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
@@ -54,12 +55,14 @@ class Answer(msgspec.Struct, tag="answer", forbid_unknown_fields=True):
     epoch: int
     nonce: Nonce
     proof: bytes
+    generation: int = 1  # see Hello
 
     @classmethod
     def to(cls, challenge: Challenge, hello: Hello) -> Answer:
         """Return the answer of the client with the lease of a Hello."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return cls(hello.client, hello.epoch, nonce, proof(hello.key, b"client", challenge.nonce, nonce))
+        proven = proof(hello.key, b"client", challenge.nonce, nonce)
+        return cls(hello.client, hello.epoch, nonce, proven, hello.generation)
 
 
 def proof(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:

@@ -34,11 +34,12 @@ class Terms:
     hidden_adapters: tuple[str, ...] = ()  # adapters that the client cannot serve: its base model has their names
     num_adapters: int = 0  # of the server when this was agreed
     wire: Wire = "exact"
+    generation: int = 1  # of the placement
 
     @property
     def placement(self) -> Placement:
-        """Return the placement: the owner of each site and expert."""
-        return Placement(self.spec, self.layout)
+        """Return the placement: the owners of each site and expert."""
+        return Placement(self.spec, self.layout, self.generation)
 
 
 @dataclass(frozen=True)

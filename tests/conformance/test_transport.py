@@ -109,6 +109,21 @@ def test_only_the_granted_lease_connects(shard, client, epoch, key):
     shard.link(1, 2).push(1, 64)
 
 
+def test_a_client_that_was_told_another_placement_is_refused(shard):
+    """Nor are its steps served once its lease is granted for the next generation."""
+    shard.port.grant(Grant(1, 1, b"key"))
+    with pytest.raises(LeaseError, match="got placement generation 2, expected 1; join again"):
+        shard.link(1, generation=2)
+    client = shard.client(2)
+    client.step()
+    shard.port.grant(Grant(2, 1, b"key", generation=2))
+    with pytest.raises(ShardUnavailableError):
+        client.step()
+    with pytest.raises(LeaseError, match="got placement generation 1, expected 2; join again"):
+        shard.link(2)
+    shard.link(2, generation=2).push(1, 64)
+
+
 def test_revocation_ends_a_wait_promptly(shard):
     other, client = shard.client(2), shard.client(1)
     client.step()

@@ -70,10 +70,17 @@ class EchoShard:
         return self.certificate.der if self.certificate is not None else b""
 
     def link(
-        self, client: int, epoch: int = 1, key: bytes = b"key", seconds: float = SECONDS, at: str = "", **device: Any
+        self,
+        client: int,
+        epoch: int = 1,
+        key: bytes = b"key",
+        seconds: float = SECONDS,
+        at: str = "",
+        generation: int = 1,
+        **device: Any,
     ) -> Link:
         """Connect; the shard closes the link at its end. `at`: an address other than the listener's."""
-        hello = Hello(client, epoch, key)
+        hello = Hello(client, epoch, key, generation=generation)
         address = at or (self.listener.address if self.listener is not None else "")
         link: Link
         if self.kind == "inproc":

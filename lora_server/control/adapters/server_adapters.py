@@ -22,7 +22,6 @@ from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardTable
 from lora_server.control.start import StartState
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.placement import Placement
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
@@ -65,7 +64,7 @@ class ServerAdapters(NamedTuple):
         lie; `ledger` has for good what is added by name, `copies` its files. Raises ServerUnavailableError."""
         spec = agreement.spec
         catalog = AdapterCatalog(start, leases, CatalogLedger(ledger))
-        sync = ShardSync(shards, catalog, start, Placement(spec, agreement.layout))
+        sync = ShardSync(shards, catalog, start, agreement.placement)
         admission = AdmissionService(catalog, sync, most_active, timings, clock)
         files = AdapterFiles(spec, catalog, fetcher, copies)
         failures = UpdateFailures(ledger.attempts if ledger is not None else None)

@@ -25,6 +25,12 @@ class Agreement:
     wire: Wire = "exact"
     nvshmem_clients: int = 0
     slots: int = 4
+    generation: int = 1  # of the placement: the server's own count, which no node chooses
+
+    @property
+    def placement(self) -> Placement:
+        """Return the placement of the model's adapters."""
+        return Placement(self.spec, self.layout, self.generation)
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:

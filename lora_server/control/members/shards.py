@@ -113,8 +113,10 @@ class ShardTable:
         coordination: str,
         silence_seconds: float = Timings.shard_silence,
         clock: Clock = SYSTEM,
+        generation: int = 1,
     ) -> None:
-        self._layout, self._coordination = layout, coordination
+        """`generation`: of the placement that the shards of this table are claimed for."""
+        self._layout, self._coordination, self.generation = layout, coordination, generation
         self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
@@ -123,8 +125,8 @@ class ShardTable:
         self._guard = threading.Lock()
 
     def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
-        """Add a shard that registered, and give it a claim. Raises LeaseError if it was replaced while it was away,
-        ServerUnavailableError while another shard serves its rank.
+        """Add a shard that registered, and give it a claim. Raises LeaseError if it was replaced while it was away or
+        its claim is of another generation, ServerUnavailableError while another shard serves its rank.
 
         While a restarted controller is not settled, a shard that had a claim replaces one that never had.
         """
@@ -132,6 +134,11 @@ class ShardTable:
         with self._guard:
             if self.closed:
                 raise ServerUnavailableError(f"shard {shard}: the server is stopping")
+            if registration.generation not in (0, self.generation):
+                raise LeaseError(
+                    f"shard {shard}: got a claim of placement generation {registration.generation}, expected "
+                    f"{self.generation}; pid {handle.pid} of node {handle.node} ends and is started again"
+                )
             older, newest = self._live.get(shard), self._claims[shard]
             comes_back = older is not None and older.registration.instance == registration.instance
             usurped = not settled and older is not None and not older.registration.epoch and bool(registration.epoch)

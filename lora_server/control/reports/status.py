@@ -19,6 +19,7 @@ def status(controller: Controller) -> pb.StatusReply:
     return pb.StatusReply(
         model=controller.agreement.spec.name,
         layout=str(controller.agreement.layout),
+        generation=controller.agreement.generation,
         ready=not reason,
         reason=reason,
         refused=[refusal(one) for one in refused[:MOST_REFUSED]],

@@ -142,6 +142,7 @@ class ClientsService:
             adapters=len(catalog.records()) if who.is_operator else 0,
             wire=agreement.wire,
             place=lease.place,
+            generation=agreement.generation,
         )
 
     def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import msgspec
 import torch
 from typing_extensions import override
 
@@ -136,7 +137,7 @@ class DeviceLink(DeviceSteps, ShmLink):
         self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool, slots: bool = False
     ) -> None:
         self._begin(device)
-        asks = Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin, slots=slots)
+        asks = msgspec.structs.replace(hello, device=True, twin=wants_twin, slots=slots)
         super().__init__(address, asks, shard)
         if self.twin is not None:
             self.transport = "cuda_ipc"
