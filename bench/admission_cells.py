@@ -107,7 +107,7 @@ def by_rule(requests: Requests, slots: int, slower: float = 1.0) -> NDArray[np.b
         while ends and ends[0][0] <= arrival:
             now, ended = heapq.heappop(ends)
             admission.release(1, [int(names[ended])])
-            for one in [one for one in waiting if not admission.is_queued(1, one + 1)]:
+            for one in [one for one in waiting if not admission.tickets.is_open((1, one + 1))]:
                 del waiting[one]
                 begin(one)
         now = arrival

@@ -104,12 +104,13 @@ class Client:
             "adapters": self.terms.num_adapters,
         }
 
-    def acquire(self, names: Sequence[str], deadline: float | None = None) -> list[Held]:
-        """Acquire and prefetch adapters; waits for capacity, and for a controller that restarts."""
+    def acquire(self, names: Sequence[str], deadline: float | None = None, loaded: bool = False) -> list[Held]:
+        """Acquire and prefetch adapters; waits for capacity, and for a controller that restarts; `loaded`: also until
+        their weights are loaded."""
         deadline = self.deadline() if deadline is None else deadline
         retry = while_away(deadline - time.monotonic())
         with telemetry.span("lora.acquire", adapters=", ".join(names)):
-            held: list[Held] = retry(self.session.acquire, names, deadline)
+            held: list[Held] = retry(self.session.acquire, names, deadline, loaded)
         self.session.prefetch({one.handle: 0.0 for one in held})
         return held
 
@@ -140,7 +141,7 @@ class Client:
     def probe(self, like: Exchange, handle: int) -> None:
         """Send a row of zeros through one adapter, at the site of another exchange; raises the adapter's error."""
         given = like.packer.given
-        one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window)
+        one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window, waits=given.waits)
         messages = probe_messages(self.placement, like.site, handle)
         self.start(HostPacker(self.terms, like.site, one), messages).finish(lambda message, delta: None)
 

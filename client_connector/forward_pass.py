@@ -27,6 +27,8 @@ from lora_server.wire.terms import Terms
 class ForwardPass:
     """The forward passes of one attached model. `batch` is None outside a pass, and in a pass of base rows only."""
 
+    waits_for_weights = True  # a step waits for weights that are loading, and with it every row of the pass
+
     def __init__(self, client: Client) -> None:
         self.client = client
         self.batch: Batch | None = None
@@ -43,7 +45,8 @@ class ForwardPass:
             is_routed_there = here and batch.weights_R is None
             rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
             messages = route_dense(batch, self.client.placement.owners(site)[0], self.client.terms.max_step_rows, rows)
-            given = Activations(x=x_TK if here else self.staged(x_TK), decode=batch.decode, window=window)
+            x = x_TK if here else self.staged(x_TK)
+            given = Activations(x=x, decode=batch.decode, window=window, waits=self.waits_for_weights)
             return self.client.start(HostPacker(self.client.terms, site, given), messages)
         except LoraServerError as error:
             self.failed(error, None)
@@ -66,7 +69,14 @@ class ForwardPass:
         if batch is None:
             return None
         try:
-            given = Activations(x=x, decode=batch.decode, by_pair=weights is not None, weights=weights, window=window)
+            given = Activations(
+                x=x,
+                decode=batch.decode,
+                by_pair=weights is not None,
+                weights=weights,
+                window=window,
+                waits=self.waits_for_weights,
+            )
             client, terms = self.client, self.client.terms
             if not (client.takes(x.device) and fits(batch, terms.spec.experts)):
                 return self._start_on_host(batch, site, experts_Tk, given)

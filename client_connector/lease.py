@@ -16,7 +16,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.proofs import sign
-from lora_server.wire.rpc import call, open_channel
+from lora_server.wire.rpc import PendingCall, call, open_channel
 from lora_server.wire.terms import Proof
 
 MIN_SECONDS = 0.05
@@ -38,6 +38,11 @@ class LeaseCalls:
         self.sign(request)
         seconds = self._timings.call if seconds is None else seconds
         return call(method, request, server=self.address, seconds=seconds)
+
+    def begin(self, method: Any, request: Any) -> PendingCall[Any]:
+        """Begin a call with a proof, which another thread may cancel."""
+        self.sign(request)
+        return PendingCall(method, request, server=self.address, seconds=self._timings.call)
 
     def sign(self, request: Any) -> None:
         """Prove the lease where the message has room for a proof; each message is signed anew."""

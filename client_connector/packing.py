@@ -43,7 +43,8 @@ class Activations:
     x: one row per engine row [T, K]; or, with `by_pair`, one per pair (indexed by `Message.pairs_P`).
     With `weights` (float32, indexed alike) the deltas come back weighted and summed per row of the
     message, otherwise one per pair. With a `window` x has its input columns only, and deltas its
-    output columns side by side.
+    output columns side by side. `waits`: the shard may hold the step until weights that are loading are there;
+    otherwise it soon refuses a step without weights.
     """
 
     x: torch.Tensor
@@ -51,6 +52,7 @@ class Activations:
     by_pair: bool = False
     weights: torch.Tensor | None = None
     window: Window | None = None
+    waits: bool = True
 
 
 M = TypeVar("M")
@@ -91,7 +93,7 @@ class Packer(ABC, Generic[M]):
         rows, entries, segments, out_rows = counts
         return RequestHeader(
             step_class=slot.DECODE if self.given.decode else slot.PREFILL,
-            flags=flags,
+            flags=flags | slot.WAITS_FOR_WEIGHTS * self.given.waits,
             client=self.terms.client,
             epoch=self.terms.epoch,
             seq=seq,

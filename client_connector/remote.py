@@ -29,6 +29,7 @@ from client_connector.session import Server, Session
 from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
+    AdapterNotLoadedError,
     AdmissionError,
     LeaseError,
     LoraServerError,
@@ -44,6 +45,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
 from lora_server.wire.proofs import lend
+from lora_server.wire.rpc import PendingCall
 from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
 
 JOIN_SECONDS = 30.0
@@ -56,12 +58,24 @@ class QueuedAnswer(NamedTuple):
     reason: str
     held: list[Held]
 
-    def refusal(self, names: Sequence[str]) -> str:
+    def refusal(self, names: Sequence[str]) -> AdmissionError:
         """Explain to a caller that cannot wait longer."""
-        return (
+        return AdmissionError(
             f"adapters {list(names)}: still queued, at position {self.position}: {self.reason}; wait longer "
             "(timeout_seconds), use fewer adapters at once, or start the server with a larger --device-pool"
         )
+
+
+class LoadingAnswer(NamedTuple):
+    """The adapters have a place and are loading; `held` is what a grant will give."""
+
+    seconds: float | None  # expected until they are loaded; None: unknown
+    held: list[Held]
+
+    def refusal(self, names: Sequence[str]) -> AdapterNotLoadedError:
+        """Explain to a caller that cannot wait longer."""
+        expected = "" if self.seconds is None else f", for another {self.seconds:.2g} s as expected"
+        return AdapterNotLoadedError(f"adapters {list(names)}: still loading{expected}; wait longer (timeout_seconds)")
 
 
 class RemoteServer(Server):
@@ -180,14 +194,14 @@ class RemoteSession(Session):
                 continue
 
     @override
-    def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
-        ticket = self.ticket()
+    def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:
+        ticket, pace = self.ticket(), 0.0 if loaded else None
         try:
             seconds = self.calls.within(deadline or float("inf"))
-            while isinstance(answer := self.ask(ticket, names, seconds), QueuedAnswer):
+            while not isinstance(answer := self.ask(ticket, names, seconds, pace=pace), list):
                 left = deadline - time.monotonic()
                 if left <= 0 or (not self.wait([ticket], left) and time.monotonic() >= deadline):
-                    raise AdmissionError(answer.refusal(names))
+                    raise answer.refusal(names)
             return answer
         except BaseException:
             self.cancel(ticket)
@@ -198,13 +212,20 @@ class RemoteSession(Session):
         return next(self._tickets)
 
     def ask(
-        self, ticket: int, names: Sequence[str], seconds: float | None = None, on_behalf_of: str = ""
-    ) -> list[Held] | QueuedAnswer:
-        """Acquire adapters or queue for them; ask again with the same ticket until the answer is not a QueuedAnswer.
+        self,
+        ticket: int,
+        names: Sequence[str],
+        seconds: float | None = None,
+        on_behalf_of: str = "",
+        pace: float | None = None,
+    ) -> list[Held] | QueuedAnswer | LoadingAnswer:
+        """Acquire adapters or queue for them; ask again with the same ticket until the answer is final, a list.
 
-        `on_behalf_of`: the tenant of the request.
+        `on_behalf_of`: the tenant of the request. `pace`: a LoadingAnswer comes while they load for longer than these
+        seconds; None: the answer is final once they have a place.
         """
-        request = pb.AcquireRequest(names=names, ticket=ticket, on_behalf_of=on_behalf_of)
+        pace_us = None if pace is None else round(pace * 1e6)
+        request = pb.AcquireRequest(names=names, ticket=ticket, on_behalf_of=on_behalf_of, pace_us=pace_us)
         try:
             reply = self.calls.call(self.calls.clients.Acquire, request, seconds)
         except LeaseError as error:
@@ -218,17 +239,24 @@ class RemoteSession(Session):
         held = [_held(one) for one in reply.adapters]
         if reply.position:
             return QueuedAnswer(reply.position, reply.reason, held)
+        if reply.loading:
+            return LoadingAnswer(reply.expected_us * 1e-6 if reply.HasField("expected_us") else None, held)
         self._holdings.add(ticket, [one.handle for one in held])
         return held
 
     def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
-        """Return the tickets that left the queue, as soon as there is one; none after `seconds`, or sooner."""
+        """Return the tickets that are answered, as soon as there is one; none after `seconds`, or sooner."""
         began = time.monotonic()
-        request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
-        reply = self.calls.call(self.calls.clients.Await, request)
-        if not reply.tickets and time.monotonic() - began < self._timings.queue_look:
+        reply = self.begin_wait(tickets, seconds).result()
+        answered = [] if reply is None else list(reply.tickets)
+        if not answered and time.monotonic() - began < self._timings.queue_look:
             self._left.wait(min(seconds, self._timings.queue_look))  # the controller had no thread left to wait in
-        return list(reply.tickets)
+        return answered
+
+    def begin_wait(self, tickets: Sequence[int], seconds: float) -> PendingCall[pb.AwaitReply]:
+        """Begin to wait for these tickets; another thread may cancel the wait."""
+        request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
+        return self.calls.begin(self.calls.clients.Await, request)
 
     def cancel(self, ticket: int) -> None:
         """Cancel a ticket; a controller that is away hears of it later."""

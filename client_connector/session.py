@@ -21,10 +21,11 @@ class Session(ABC):
     links: Sequence[Link]
 
     @abstractmethod
-    def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
+    def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:
         """Acquire adapters, in the order of `names`; without capacity wait until `deadline` (time.monotonic()).
 
-        Raises UnknownAdapterError, LeaseError, AdmissionError.
+        `loaded`: wait until their weights are loaded, too. Raises UnknownAdapterError, LeaseError, AdmissionError,
+        AdapterNotLoadedError.
         """
 
     @abstractmethod

@@ -8,6 +8,7 @@ LoraServerError
 │   ├── AdapterExistsError   the name is taken
 │   ├── AdapterSourceError   it may not come from there, does not come, or is not what was registered
 │   ├── AdapterLoadError     a shard could not bring the weights into memory
+│   ├── AdapterNotLoadedError  its weights are loading still, and the step or the request could not wait longer
 │   └── PermissionDeniedError  the caller's role may not do that, or a step names what its client does not hold
 ├── UnauthenticatedError     no token, or one that is not good
 ├── LimitError               a tenant has, or asks for, more than it may
@@ -24,6 +25,9 @@ LoraServerError
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 
 class LoraServerError(Exception):
@@ -73,6 +77,23 @@ class AdapterLoadError(AdapterError):
     """A shard could not bring the weights into memory."""
 
     code = "adapter_load"
+
+
+class AdapterNotLoadedError(AdapterError):
+    """Weights are still loading, and a step or a request could not wait longer. `of` makes the text of a step's."""
+
+    code = "adapter_not_loaded"
+
+    @classmethod
+    def of(cls, handles: Iterable[int], reason: str) -> AdapterNotLoadedError:
+        """Name the adapters that a step lacks."""
+        return cls(f"handles {', '.join(map(str, sorted(handles)))}: {reason}")
+
+    @property
+    def handles(self) -> frozenset[int]:
+        """The adapters that `of` named, also in the process that rebuilt the error."""
+        named = re.match(r"handles ([\d, ]+): ", str(self))
+        return frozenset(map(int, named[1].split(", "))) if named else frozenset()
 
 
 class PermissionDeniedError(AdapterError):

@@ -14,6 +14,8 @@ class Timings:
     await_call: float = 1.0  # the longest that the controller lets one Await call wait
     foreign_step: float = 5.0  # a shard keeps a step until it learns that the client holds the step's adapter
     first_in_queue: float = 3.0  # the first request of the queue waits before adapters in use are drained for it
+    weights: float = 0.1  # a client's steps wait so long together for weights that are loading, unless it waits for all
+    loading: float = 600.0  # an admitted request waits so long for its adapter to load
     prefetch_gap: float = 0.01  # between two prefetches of one client
     expected_step: float = 30.0  # a prefetch is dropped so long after the step it was sent for is due
     drain_look: float = 0.05  # between two looks for a restarted shard's successor
@@ -22,6 +24,7 @@ class Timings:
     # the controller and its shards
     shard_silence: float = 10.0  # a shard that did not report for so long counts as down
     shard_report: float = 0.5  # between two reports of a shard
+    residency_report: float = 2e-3  # between two reports of layers that were loaded
     shard_leave: float = 1.0  # for the controller to confirm that a shard stops
     controller_start: float = 3.0  # a shard logs no outage in this time after its start
     controller_retry: float = 0.2  # between two attempts to reach the controller

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from client_connector.alora import invocation_start, tokens_of
-from client_connector.remote import QueuedAnswer
+from client_connector.remote import LoadingAnswer, QueuedAnswer
 from client_connector.serving.lookahead import Lookahead
 from client_connector.serving.plan import Failure
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller
@@ -16,6 +16,8 @@ from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.wire.terms import Held
+
+_EVENTS = {list: Event.GRANTED, QueuedAnswer: Event.NO_CAPACITY, LoadingAnswer: Event.NO_WEIGHTS}
 
 
 class RequestDriver:
@@ -54,11 +56,10 @@ class RequestDriver:
         except (LeaseError, ServerUnavailableError):
             self.apply(request, Event.SERVER_AWAY)
             return False
-        is_queued = isinstance(answer, QueuedAnswer)
-        (held,) = answer.held if isinstance(answer, QueuedAnswer) else answer
+        (held,) = answer if isinstance(answer, list) else answer.held
         self._identify(request, held)
-        self.apply(request, Event.NO_CAPACITY if is_queued else Event.GRANTED, held)
-        return not is_queued
+        self.apply(request, _EVENTS[type(answer)], held)
+        return isinstance(answer, list)
 
     def resume(self, request: AdapterRequest) -> None:
         """Ask for a request that holds nothing any more: it was preempted, or its lease is gone."""

@@ -14,6 +14,7 @@ from itertools import islice
 from client_connector.remote import RemoteSession
 from client_connector.serving.driver import RequestDriver
 from client_connector.serving.lookahead import MOST
+from client_connector.serving.pace import PassPace
 from client_connector.serving.plan import Assigned, Failure, StepPlan
 from client_connector.serving.poller import AdapterRequest
 from client_connector.serving.request_state import Event, Phase, RequestState
@@ -24,12 +25,13 @@ from lora_server.errors import LoraServerError
 
 
 class AdapterLeases:
-    """Thread-safe. `tokenize` turns a legacy invocation string into tokens."""
+    """Thread-safe. `tokenize` turns a legacy invocation string into tokens. The engine tells `pace` of its passes."""
 
     def __init__(self, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
         """Join the server; raises what SchedulerSession raises."""
         self._session = SchedulerSession(settings)
         self._driver = RequestDriver(self._session, settings, tokenize)
+        self.pace = PassPace()
         self._requests: dict[str, AdapterRequest] = {}
         self._lock = threading.Lock()  # _requests
         self._known: tuple[RemoteSession | None, frozenset[int]] = None, frozenset()  # handles that workers know
@@ -45,7 +47,7 @@ class AdapterLeases:
         settings.tenant_and_name; `trace`: headers of the request's span.
         """
         tenant, own = tenant_and_name(name)
-        request = AdapterRequest(request_id, own, tenant, prompt, trace)
+        request = AdapterRequest(request_id, own, tenant, prompt, trace, pace=self.pace.of(len(prompt or ())))
         try:
             with telemetry.span("lora.acquire", trace, request=request_id, adapters=name):
                 self._driver.ask(request)
@@ -104,7 +106,7 @@ class AdapterLeases:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for capacity or for the server."""
+        """The number of requests that wait for capacity, for weights or for the server."""
         return len(self._driver.poller)
 
     def close(self) -> None:
@@ -118,7 +120,8 @@ class AdapterLeases:
         """Prefetch for requests that wait for their turn, in order; cheap to call at every step."""
         if self._driver.lookahead.is_due():
             states = [self.state(request_id) for request_id in islice(waiting, MOST)]
-            self._driver.lookahead.follow(state.held.handle for state in states if state is not None and state.held)
+            adapters = [state.adapter for state in states if state is not None]
+            self._driver.lookahead.follow(one.handle for one in adapters if one is not None)
 
     def plan(self, scheduled: Collection[str]) -> StepPlan:
         """Plan a step of these requests. A request without a held adapter gets no rows: it is void, or has failed."""

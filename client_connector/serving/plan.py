@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lora_server.errors import (
     BY_CODE,
+    AdapterNotLoadedError,
     AdmissionError,
     LeaseError,
     LoraServerError,
@@ -20,8 +21,15 @@ PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carr
 FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
 RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
-# an outage, or too many at once: the same request may succeed after it
-PASSING = (LeaseError, ServerUnavailableError, StepError, AdmissionError, PermissionDeniedError)
+# an outage, too many at once, or weights that are loading: the same request may succeed after it
+PASSING = (
+    AdapterNotLoadedError,
+    AdmissionError,
+    LeaseError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+    StepError,
+)
 
 
 class Assigned(NamedTuple):

@@ -1,4 +1,4 @@
-"""Requests that wait, for capacity or for a server that is away: one thread asks for them again."""
+"""Requests that wait, for capacity, for weights or for a server that is away: one thread asks for them again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from client_connector.remote import RemoteSession
 from client_connector.serving.request_state import Phase, RequestState
 from lora_server.errors import LoraServerError
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.rpc import PendingCall
 from lora_server.wire.terms import Held
 
 
@@ -31,6 +33,7 @@ class AdapterRequest:
     tenant: str = ""  # the tenant that asks for the adapter
     prompt: Sequence[int] | None = None
     trace: Mapping[str, str] | None = None  # headers of the request's span
+    pace: float | None = 0.0  # seconds that its adapter may still load when it is scheduled; None: any
     began: float = field(default_factory=time.monotonic)
     state: RequestState = field(default_factory=RequestState)
     ticket: AdmissionTicket | None = None
@@ -57,6 +60,7 @@ class AdmissionPoller:
     ) -> None:
         self._ask, self._is_up, self._expire, self._timings = ask, is_up, expire, timings
         self._requests: list[AdapterRequest] = []
+        self._wait: PendingCall[pb.AwaitReply] | None = None  # under way
         self._changed = threading.Condition()
         self._closed = False
         threading.Thread(target=self._run, name="lora-admission", daemon=True).start()
@@ -66,6 +70,8 @@ class AdmissionPoller:
         with self._changed:
             if request not in self._requests:
                 self._requests.append(request)
+                if self._wait is not None:  # the next wait includes this request
+                    self._wait.cancel()
             self._changed.notify()
 
     def __len__(self) -> int:
@@ -103,12 +109,29 @@ class AdmissionPoller:
         session = ticket.session
         numbers = [one.ticket.number for one in requests if one.ticket is not None and one.ticket.session is session]
         try:
-            answered = session.wait(numbers, self._timings.queue_wait)  # short, so that new requests join the next wait
+            answered = self._await(session, numbers, requests)
         except LoraServerError:  # the ask below raises the reason
             answered = numbers
         pending = {AdmissionTicket(session, number) for number in set(numbers) - set(answered)}
         asked = [request for request in requests if request.ticket not in pending]
         return [request for request in asked if self._ask(request)]
+
+    def _await(self, session: RemoteSession, numbers: Sequence[int], requests: Sequence[AdapterRequest]) -> list[int]:
+        """Wait until some of these tickets are answered; sooner if another request is added."""
+        began = time.monotonic()
+        with self._changed:
+            if len(self._requests) > len(requests):
+                return []
+            self._wait = wait = session.begin_wait(numbers, self._timings.queue_wait)
+        try:
+            reply = wait.result()
+        finally:
+            self._wait = None
+        if reply is not None and not reply.tickets and time.monotonic() - began < self._timings.queue_look:
+            with self._changed:  # the controller had no thread left to wait in
+                more = len(requests)
+                self._changed.wait_for(lambda: self._closed or len(self._requests) > more, self._timings.queue_look)
+        return [] if reply is None else list(reply.tickets)
 
     def _poll_away(self, requests: list[AdapterRequest], away: list[AdapterRequest]) -> list[AdapterRequest]:
         with self._changed:

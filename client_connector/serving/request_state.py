@@ -19,10 +19,11 @@ MAX_RETRIED_STEPS = 3  # of one request
 
 
 class Phase(Enum):
-    """The phase of a request. The poller alone uses the ticket of a request in QUEUED or AWAY."""
+    """The phase of a request. The poller alone uses the ticket of a request in QUEUED, LOADING or AWAY."""
 
     ASKING = "asking"  # the server's first answer is outstanding
     QUEUED = "queued"  # the server has no capacity for the adapter yet
+    LOADING = "loading"  # the adapter has a place, and takes longer to load than a step
     AWAY = "away"  # the server cannot be asked; `deadline` ends the wait
     HELD = "held"  # the engine may schedule the request
     PAUSED = "paused"  # preempted, or the lease is gone: asked for again when it is scheduled
@@ -37,6 +38,7 @@ class Event(Enum):
     RESUMED = "resumed"  # the engine wants to schedule it
     GRANTED = "granted"  # the server's answer: the adapter is held
     NO_CAPACITY = "no_capacity"  # the server's answer: a position in its queue
+    NO_WEIGHTS = "no_weights"  # the server's answer: the adapter has a place, and is loading
     SERVER_AWAY = "server_away"  # no answer: the server or the lease is gone
     REFUSED = "refused"  # an error that ends the request
     FELL_BACK = "fell_back"  # an error after which the base model answers
@@ -63,7 +65,7 @@ class PhaseChange(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-WAITING = (Phase.QUEUED, Phase.AWAY)
+WAITING = (Phase.QUEUED, Phase.LOADING, Phase.AWAY)
 _ASKED = (Phase.ASKING, *WAITING)
 _UNASKED = tuple(phase for phase in Phase if phase not in _ASKED)
 
@@ -88,6 +90,10 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, PhaseChange]] = {
     Event.NO_CAPACITY: {
         **dict.fromkeys(_ASKED, PhaseChange(Phase.QUEUED, (Action.POLL,))),
         **_kept(_UNASKED, Action.POLL),
+    },
+    Event.NO_WEIGHTS: {
+        **dict.fromkeys(_ASKED, PhaseChange(Phase.LOADING, (Action.POLL, Action.ANNOUNCE))),
+        **_kept((Phase.LOADING, *_UNASKED), Action.POLL),
     },
     Event.SERVER_AWAY: {
         Phase.ASKING: PhaseChange(Phase.AWAY, (Action.NEW_TICKET, Action.POLL)),
@@ -133,13 +139,15 @@ class Transition(NamedTuple):
 class RequestState:
     """One request's adapter, as far as the engine is concerned. `version` and `start` are known with the first answer.
 
-    `held` is set in HELD alone, `failure` in FAILED and BASE_MODEL, and kept in ENDED; `deadline` counts in AWAY.
+    `held` is set in HELD alone, `loading` in LOADING: what a grant will give;
+    `failure` in FAILED and BASE_MODEL, and kept in ENDED; `deadline` counts in AWAY.
     """
 
     phase: Phase = Phase.ASKING
     version: str = ""
     start: int = 0  # rows of earlier positions are the base model's
     held: Held | None = None
+    loading: Held | None = None
     failure: Failure | None = None
     deadline: float = 0.0
     void: Failure | None = None  # of the newest step that is retried
@@ -149,6 +157,11 @@ class RequestState:
     def waits(self) -> bool:
         """Whether the poller is to ask for it."""
         return self.phase in WAITING
+
+    @property
+    def adapter(self) -> Held | None:
+        """The adapter that the server keeps a place for."""
+        return self.held or self.loading
 
     @property
     def is_ready(self) -> bool:
@@ -163,8 +176,8 @@ class RequestState:
     def after(
         self, event: Event, *, held: Held | None = None, failure: Failure | None = None, deadline: float = 0.0
     ) -> Transition:
-        """Apply an event. `held` comes with GRANTED, `failure` with REFUSED, FELL_BACK and STEP_RETRIED; `deadline`
-        is that of a request that goes AWAY now."""
+        """Apply an event. `held` comes with GRANTED and NO_WEIGHTS, `failure` with REFUSED, FELL_BACK and STEP_RETRIED;
+        `deadline` is that of a request that goes AWAY now."""
         target = TRANSITIONS[event].get(self.phase)
         if target is None:
             return Transition(self, (), None)
@@ -172,7 +185,8 @@ class RequestState:
         released = (held if event is Event.GRANTED else self.held) if Action.RELEASE in actions else None
         if phase is self.phase:
             return Transition(self, actions, released)
-        state = replace(self, phase=phase, held=held if phase is Phase.HELD else None)
+        held_now, loading = held if phase is Phase.HELD else None, held if phase is Phase.LOADING else None
+        state = replace(self, phase=phase, held=held_now, loading=loading)
         if phase in (Phase.FAILED, Phase.BASE_MODEL):
             state = replace(state, failure=failure)
         elif phase is Phase.AWAY:

@@ -11,7 +11,7 @@ import structlog
 
 from client_connector.directory import AdapterDirectory
 from client_connector.reconnect import Reconnector, while_away
-from client_connector.remote import QueuedAnswer, RemoteServer, RemoteSession
+from client_connector.remote import LoadingAnswer, QueuedAnswer, RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
 from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
@@ -59,7 +59,7 @@ class SchedulerSession:
 
     # -- a request
 
-    def ask(self, request: AdapterRequest) -> list[Held] | QueuedAnswer:
+    def ask(self, request: AdapterRequest) -> list[Held] | QueuedAnswer | LoadingAnswer:
         """Ask for a request's adapter under its ticket, or under a new one if it has none in this session.
 
         Raises LeaseError or ServerUnavailableError while the server is away, and the server's error about the adapter.
@@ -74,12 +74,12 @@ class SchedulerSession:
                 raise self.away_error()
             return self._ask_once(request)
 
-    def _ask_once(self, request: AdapterRequest) -> list[Held] | QueuedAnswer:
+    def _ask_once(self, request: AdapterRequest) -> list[Held] | QueuedAnswer | LoadingAnswer:
         session = self.current
         if request.ticket is None or request.ticket.session is not session:
             request.ticket = AdmissionTicket(session, session.ticket())
         with structlog.contextvars.bound_contextvars(request=request.request_id):
-            return session.ask(request.ticket.number, [request.name], on_behalf_of=request.tenant)
+            return session.ask(request.ticket.number, [request.name], on_behalf_of=request.tenant, pace=request.pace)
 
     def release(self, session: RemoteSession, handle: int) -> None:
         """Release a handle of a session; another thread calls the server."""

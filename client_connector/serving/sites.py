@@ -25,7 +25,7 @@ from client_connector.forward_pass import ForwardPass
 from client_connector.packing import Window
 from client_connector.routing import Batch, Message
 from client_connector.serving.plan import RETRY, Assigned, Failure
-from lora_server.errors import AdapterError, LoraServerError
+from lora_server.errors import AdapterError, AdapterNotLoadedError, LoraServerError
 from lora_server.logs import Repeats
 from lora_server.spec import Site
 from lora_server.wire.terms import Held
@@ -69,10 +69,14 @@ class PassFailures:
                 errors[held.handle] = error
             except LoraServerError:
                 return  # the server is going away: all have failed
-        if errors:
-            for request, held in self._adapters.items():
-                own = errors.get(held.handle)
-                self.by_request[request] = Failure(RETRY, "") if own is None else Failure.of(own)
+        self.spare(errors)
+
+    def spare(self, errors: Mapping[int, LoraServerError]) -> None:
+        """Fail the requests of these adapters, by handle, and retry the others; without an error all have failed."""
+        for request, held in self._adapters.items() if errors else ():
+            own = errors.get(held.handle)
+            named = None if own is None else Failure(own.code, f"adapter {held.name!r}: {own}")
+            self.by_request[request] = named or Failure(RETRY, "")
 
 
 class SiteSteps(ABC):
@@ -126,6 +130,8 @@ class SiteSteps(ABC):
 class HostSites(ForwardPass, SiteSteps):
     """An exchange of the host's per site."""
 
+    waits_for_weights = False  # the engine schedules a request once its adapter is loaded: others do not wait
+
     def __init__(self, client: Client, failures: PassFailures) -> None:
         super().__init__(client)
         self._failures = failures
@@ -145,7 +151,9 @@ class HostSites(ForwardPass, SiteSteps):
     def failed(self, error: LoraServerError, exchange: Exchange | None) -> None:
         self.batch = None
         self._failures.fail(error)
-        if exchange is not None and isinstance(error, AdapterError):
+        if isinstance(error, AdapterNotLoadedError):
+            self._failures.spare(dict.fromkeys(error.handles, error))
+        elif exchange is not None and isinstance(error, AdapterError):
             self._failures.spare_innocent(exchange.site, lambda handle: self.client.probe(exchange, handle))
 
     @override

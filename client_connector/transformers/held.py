@@ -12,10 +12,13 @@ from lora_server.wire.terms import Held
 
 
 class BlockAdapters:
-    """`names`: one per sequence, None for the base model. One thread; every name is a request of its own."""
+    """`names`: one per sequence, None for the base model. One thread; every name is a request of its own.
 
-    def __init__(self, client: Client, names: Sequence[str | None]) -> None:
-        self._client, self.names = client, tuple(names)
+    `loaded`: they are held once their weights are loaded.
+    """
+
+    def __init__(self, client: Client, names: Sequence[str | None], loaded: bool = False) -> None:
+        self._client, self.names, self._loaded = client, tuple(names), loaded
         self._states = {name: RequestState() for name in sorted({name for name in names if name is not None})}
         self._session: Session | None = None  # in which they are held
 
@@ -40,7 +43,7 @@ class BlockAdapters:
     def _acquire(self, deadline: float) -> Sequence[Held]:
         for event in (Event.LEASE_LOST, Event.RESUMED):
             self._states = {name: state.after(event).state for name, state in self._states.items()}
-        return self._client.acquire(list(self._states), deadline) if self._states else []
+        return self._client.acquire(list(self._states), deadline, self._loaded) if self._states else []
 
     def release(self) -> None:
         """Give the adapters back, unless their session is gone."""

@@ -36,6 +36,7 @@ from lora_server.spec import Site
 from lora_server.wire.credentials import Credentials
 
 IMPLEMENTATION = "remote_lora"
+ADMITTED, LOADED = WAITS = "admitted", "loaded"
 log = structlog.get_logger()
 _DENSE_MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -138,11 +139,14 @@ class Attachment:
         self.client.observe, self._forward.observe_gemm = steps, gemms
 
     @contextlib.contextmanager
-    def adapters(self, names: Sequence[str | None]) -> Iterator[None]:
+    def adapters(self, names: Sequence[str | None], wait: str = ADMITTED) -> Iterator[None]:
         """Set the adapters of batches that run inside: one name per sequence, or None for the base model.
 
-        Raises UnknownAdapterError at once for a name that the server does not have.
+        `wait`: the block begins when the adapters are `admitted`, and its first pass computes each layer as its weights
+        come; or when they are `loaded`. Raises UnknownAdapterError at once for a name that the server does not have.
         """
+        if wait not in WAITS:
+            raise ConfigError(f"lora.adapters: got wait={wait!r}, expected one of {', '.join(WAITS)}")
         if isinstance(names, str) or not all(name is None or isinstance(name, str) for name in names):
             raise ConfigError(f"lora.adapters: got {names!r}, expected a list with a name or None per sequence")
         if self._block is not None:
@@ -150,7 +154,7 @@ class Attachment:
         if self._detached:
             raise ConfigError("lora.adapters: this model was detached from the server; attach it again")
         with telemetry.span("lora.generation", sequences=len(names)):
-            block = BlockAdapters(self.client, names)
+            block = BlockAdapters(self.client, names, wait == LOADED)
             block.hold()
             self._block = block
             try:

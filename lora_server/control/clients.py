@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.adapters.records import Record
-from lora_server.control.admission.queue import QueuePosition
-from lora_server.control.admission.service import AdmissionService, CheckInUse
+from lora_server.control.admission.service import AdmissionAnswer, AdmissionService, CheckInUse
 from lora_server.control.members.leases import ClientLease, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.control.members.world import WorldMembership
@@ -186,9 +184,10 @@ class AdapterRequests:
         tenant: str = "",
         weight: float = 1.0,
         check: CheckInUse | None = None,
-    ) -> tuple[list[Record], QueuePosition | None]:
+        pace: float | None = None,
+    ) -> AdmissionAnswer:
         """Hold adapters for a tenant, or queue for them. Raises UnknownAdapterError, and what `check` does."""
-        return self._admission.acquire(self._clients.renew(proof), names, ticket, tenant, weight, check)
+        return self._admission.acquire(self._clients.renew(proof), names, ticket, tenant, weight, check, pace)
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """Wait as AdmissionService does; answer at once while `max_waiters` clients wait already."""

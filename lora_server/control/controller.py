@@ -98,8 +98,8 @@ class Controller:
             self.shards.update(handle, report.stats)
         elif kind == "residencies":
             adapters.sync.moved(handle.shard, report.residencies.moved)
-            if adapters.admission.queue.tickets.waiting:
-                adapters.admission.admit()
+            if adapters.admission.queue.tickets.any_open:
+                adapters.admission.admit(report.residencies.moved)
         elif kind == "leaving":
             handle.leaving = True
         elif kind == "client_gone":

@@ -134,6 +134,7 @@ class ControllerProcess:
             self.controller.clients.leases.excuse(sweep + max(0.0, late))
         self.controller.clients.expire()
         self.controller.adapters.admission.cut_off()
+        self.controller.adapters.admission.admit()
         control.set_ready(not self._not_ready())
 
     def _end_revoked(self) -> None:

@@ -68,6 +68,7 @@ class ShardCommands:
         elif kind == "active":
             active = command.active
             self._store.adapters.set_active(active.more, active.fewer, active.anew, dict(active.trace))
+            self._moved()
         elif kind == "holds":
             self._port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
         elif kind == "borrow":

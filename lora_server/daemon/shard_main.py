@@ -68,9 +68,7 @@ class ShardProcess:
             config, spec, Node0(controller, credentials, config.shard, self.stream.instance, timings).files
         )
         self.parts = parts = build(config, Placement(spec, layout), self.listeners, fetcher)
-        self._reports = ShardReports(
-            parts.shard, port, parts.coordinator, fetcher, self.stream.report, timings.shard_report
-        )
+        self._reports = ShardReports(parts.shard, port, parts.coordinator, fetcher, self.stream.report, timings)
         self._commands = ShardCommands(
             config.node_rank,
             port,
@@ -86,6 +84,8 @@ class ShardProcess:
         """Serve until stopped; return the exit code."""
         threading.Thread(target=self._follow_controller, daemon=True, name="controller").start()
         threading.Thread(target=self._reports.run, args=(self.stopping,), daemon=True, name="stats").start()
+        following = self.parts.layers_moved, self.stopping
+        threading.Thread(target=self._reports.follow, args=following, daemon=True, name="residency").start()
         self.parts.shard.run(self.stopping.is_set)
         self.listeners.close()
         self.parts.coordinator.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -107,6 +108,7 @@ class ServingParts:
     ) -> None:
         self.config, self.listeners, self._fetcher = config, listeners, fetcher
         self.coordinator = StageRole()
+        self.layers_moved = threading.Event()  # a layer was loaded, or a load failed
         self.world: ShardWorld | None = None
         self.shard = self._serving(placement)
 
@@ -127,6 +129,7 @@ class ServingParts:
             compute,
             config.wire,
             foreign_seconds=config.timings.foreign_step,
+            weights_seconds=config.timings.weights,
             turn_seconds=config.timings.turn,
         )
 
@@ -210,7 +213,8 @@ class ServingParts:
         return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock", config.timings.handshake)
 
     def layer_loaded(self, handle: int, layers: int) -> None:
-        """Wake the loop: a layer of an adapter is there."""
+        """Wake the loop, and the reports: a layer of an adapter is there, or its load failed."""
+        self.layers_moved.set()
         self.listeners.port.ring()
 
 

@@ -107,7 +107,7 @@ class _InprocSession(Session):
         self.links = server.connect(Hello(client, 1, b""))
 
     @override
-    def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
+    def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:
         unknown = [name for name in names if name not in self._server.held]
         if unknown:
             raise UnknownAdapterError(f"adapter {unknown[0]!r}: not registered here")

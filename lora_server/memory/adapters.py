@@ -48,7 +48,7 @@ class ShardAdapters:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
                 return
             entry.source = source
-            entry.retry(time.monotonic())
+            self._retry(entry)
             self._table.note(entry)
             skips_measure = not again and self._planner.remote.lacks(source)  # nothing is fetched without a demand
             known = entry.footprint.size is not None or skips_measure
@@ -98,7 +98,7 @@ class ShardAdapters:
             if entry is None:
                 done(UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"))
                 return
-            entry.retry(time.monotonic())
+            self._retry(entry)
             if entry.failure is not None:
                 done(entry.failure.error)
                 return
@@ -171,9 +171,15 @@ class ShardAdapters:
 
     def _activate(self, entry: AdapterEntry, trace: Mapping[str, str] = NOTHING) -> None:
         if entry.handle in self._claims.active:
+            self._retry(entry)
+            self._table.note(entry)  # a client that waits for it is told, also of a failure that is still fresh
             self._want(entry, Want(Reason.ACTIVE, Reason.ACTIVE, trace=trace))
         else:
             entry.wants.pop(Reason.ACTIVE, None)
+
+    def _retry(self, entry: AdapterEntry) -> None:
+        if entry.retry(time.monotonic()):
+            answer(self._queue.requeue(entry))
 
     def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
         """Queue the entry to be measured; its files may have to be fetched."""

@@ -199,7 +199,9 @@ class AdapterEntry:
         if self.is_complete():
             self.progress.complete_since, self.usage.load_seconds = now, now - self.progress.began
 
-    def retry(self, now: float) -> None:
-        """Clear a failure that may be over by now."""
-        if self.failure is not None and now > self.failure.retry_at:
+    def retry(self, now: float) -> bool:
+        """Clear a failure that may be over by now; return whether there was one."""
+        is_over = self.failure is not None and now > self.failure.retry_at
+        if is_over:
             self.failure = None
+        return is_over

@@ -160,9 +160,10 @@ class Loader:
         progress = entry.progress
         if not entry.copies.ready:
             progress.tier = "host" if entry.is_packed() else "disk"
-        layer = entry.next_layer()
+        layer, began, tier = entry.next_layer(), time.monotonic(), "host" if entry.is_packed() else "disk"
         nbytes = self._layers.load(entry, layer)
         with self._lock:
+            self._planner.forecast.note(tier, nbytes, time.monotonic() - began)
             if self._planner.table.knows(entry):
                 self._publish(entry, layer, nbytes)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lora_server.memory.entry import AdapterEntry
 from lora_server.memory.evictor import Evictor
 from lora_server.memory.fetching import RemoteFiles
+from lora_server.memory.forecast import LoadForecast
 from lora_server.memory.layers import LayerLoader
 from lora_server.memory.load_queue import LoadQueue
 from lora_server.memory.preload import Preloader
@@ -26,6 +27,7 @@ class LoadPlanner:
     ) -> None:
         self.table, self.queue, self.evictor = table, queue, evictor
         self.preloader, self.remote, self.layers = preloader, remote, layers
+        self.forecast = LoadForecast(layers.lacks_files)
 
     def next(self, now: float) -> AdapterEntry | None:
         """Return the most urgent entry that can be worked on: it has memory, or has to be measured. Starts fetches."""

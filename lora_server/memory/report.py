@@ -10,6 +10,7 @@ from lora_server.histogram import Histogram
 from lora_server.memory.entry import AdapterEntry, LayerState
 from lora_server.memory.loader import LoadStats
 from lora_server.memory.planner import LoadPlanner
+from lora_server.memory.want import NEVER
 
 
 class MemoryUse(NamedTuple):
@@ -37,6 +38,8 @@ class AdapterResidency(NamedTuple):
     measured: bool  # `nbytes` is what its files say
     remote: bool  # its files are not on this node's disk
     loading: bool  # it is queued to be loaded
+    seconds: float  # until all its layers are READY, as expected; NEVER if that is unknown
+    error: LoraServerError | None  # why the last load failed
 
 
 class MemoryReport:
@@ -71,14 +74,17 @@ class MemoryReport:
     def take_changes(self) -> list[AdapterResidency]:
         """Return the residency of the adapters that moved between tiers since the last call."""
         with self._lock:
-            return [self._residency(entry) for entry in self._table.take_changed()]
+            changed = self._table.take_changed()
+            expected = self._planner.forecast.expect(self._planner.queue.in_order()) if changed else {}
+            return [self._residency(entry, expected.get(entry, NEVER)) for entry in changed]
 
-    def _residency(self, entry: AdapterEntry) -> AdapterResidency:
-        size, copies = entry.footprint.size, entry.copies
+    def _residency(self, entry: AdapterEntry, expected: float) -> AdapterResidency:
+        size, copies, failure = entry.footprint.size, entry.copies, entry.failure
         measured = size is not None or entry.is_complete()
         remote, loading = self._planner.remote.lacks(entry.source), self._planner.queue.is_loading(entry)
+        seconds, error = 0.0 if entry.is_complete() else expected, failure.error if failure is not None else None
         return AdapterResidency(
-            entry.handle, len(copies.ready), len(copies.packed), size or 0, measured, remote, loading
+            entry.handle, len(copies.ready), len(copies.packed), size or 0, measured, remote, loading, seconds, error
         )
 
     def take_unneeded(self) -> list[str]:

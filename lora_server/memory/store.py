@@ -126,9 +126,9 @@ class WeightStore:
         """Return those handles that are adapters."""
         return frozenset(handle for handle in handles if handle in self._table.entries)
 
-    def missing(self, handles: Iterable[int], layer: int) -> int | None:
-        """Return a handle that a step of the layer has to wait for."""
-        return next((entry.handle for entry in self._table.among(handles) if entry.lacks(layer)), None)
+    def missing(self, handles: Iterable[int], layer: int) -> list[int]:
+        """Return the handles that a step of the layer has to wait for."""
+        return [entry.handle for entry in self._table.among(handles) if entry.lacks(layer)]
 
     def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], where: str) -> Any:
         """Return the weights of a step that is pinned; see Tier.gather. `where` names the step in errors.

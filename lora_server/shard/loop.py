@@ -21,6 +21,7 @@ from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
 from lora_server.shard.coordination import Coordinator
+from lora_server.shard.patience import WeightsPatience
 from lora_server.shard.phases import Phases
 from lora_server.shard.receiver import StepReceiver
 from lora_server.shard.schedule import PendingStep, StepWork
@@ -132,6 +133,7 @@ class Shard:
     """One shard's loop over what the daemon gave it. Not thread-safe: one thread calls it.
 
     `foreign_seconds`: a client's hold reaches the shard within this time, also from a controller that was away.
+    `weights_seconds`: steps whose weights are loading are refused after this time, unless their client waits for them.
     `turn_seconds`: a step is served for so long before the loop looks at others; parts are never cut short.
     """
 
@@ -146,10 +148,13 @@ class Shard:
         compute: Compute,
         wire: slot.Wire = "exact",
         foreign_seconds: float = Timings.foreign_step,
+        weights_seconds: float = Timings.weights,
         turn_seconds: float = Timings.turn,
     ) -> None:
         self.index, self.port, self.store, self.coordinator = index, port, store, coordinator
-        self.receiver = StepReceiver(index, max_step_rows, port, store, foreign_seconds)
+        self.receiver = StepReceiver(
+            index, max_step_rows, port, store, foreign_seconds, WeightsPatience(weights_seconds)
+        )
         read = partial(requests.read_request, spec=spec, max_step_rows=max_step_rows, wire=wire)
         self.server = StepServer(index, read, port, store, compute, turn_seconds * 1e9)
         self.counters, self.phases = self.server.counters, self.server.phases

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from lora_server.errors import LoraServerError, PermissionDeniedError, StepTimeoutError
+from lora_server.errors import AdapterNotLoadedError, LoraServerError, PermissionDeniedError
 from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
+from lora_server.shard.patience import WeightsPatience
 from lora_server.shard.schedule import PendingStep
 from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
@@ -29,6 +30,7 @@ class StepReceiver:
     port: Port
     store: WeightStore
     foreign_seconds: float = Timings.foreign_step  # within which a shard is told what its clients hold
+    patience: WeightsPatience = field(default_factory=WeightsPatience)
     pending: dict[int, PendingStep] = field(default_factory=dict)  # by client
 
     def receive(self) -> None:
@@ -37,8 +39,8 @@ class StepReceiver:
         for step in list(self.pending.values()):
             if step.connection.gone:
                 self.release(step)
-            elif step.blocked:
-                self._recheck(step)
+            elif step.blocked and self._recheck(step):
+                self.patience.note(step, time.monotonic_ns())
         for connection in rung:
             older = self.pending.get(connection.client)
             if older is not None and older.connection is not connection:  # its client has just reconnected
@@ -74,20 +76,23 @@ class StepReceiver:
         self.pending[client] = step
         self._recheck(step)
 
-    def _recheck(self, step: PendingStep) -> None:
+    def _recheck(self, step: PendingStep) -> bool:
+        """Return whether the step is not blocked any more: it is pinned, or refused."""
         try:
             lacking = self.port.not_held(step.connection.client, step.handles)
             if lacking and not self._may_use(step, lacking):
-                return
+                return False
             step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
-            if step.blocked and time.monotonic_ns() >= step.expires_ns:
-                missing = self.store.missing(step.handles, step.header.layer)
-                raise StepTimeoutError(
-                    f"shard {self.index} {step.header.where}: the weights of handle {missing} were not loaded before "
-                    "the client's deadline; wait longer, prefetch, or start the server with a larger --device-pool"
+            if step.blocked and time.monotonic_ns() >= self.patience.ends_ns(step):
+                seconds = (time.monotonic_ns() - step.received_ns) * 1e-9
+                raise AdapterNotLoadedError.of(
+                    self.store.missing(step.handles, step.header.layer),
+                    f"shard {self.index} {step.header.where}: the weights are still loading after {seconds:.2g} s; "
+                    'acquire the adapter with wait="loaded", or start the server with a larger --device-pool',
                 )
         except LoraServerError as error:
             step.refusal = error.with_traceback(None)
+        return not step.blocked
 
     def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
         """Return whether a step may name handles that the client is not known to hold. It may if they are no adapters:

@@ -321,16 +321,18 @@ class PrefetchReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("proof", "names", "ticket", "on_behalf_of")
+    __slots__ = ("proof", "names", "ticket", "on_behalf_of", "pace_us")
     PROOF_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ON_BEHALF_OF_FIELD_NUMBER: _ClassVar[int]
+    PACE_US_FIELD_NUMBER: _ClassVar[int]
     proof: Proof
     names: _containers.RepeatedScalarFieldContainer[str]
     ticket: int
     on_behalf_of: str
-    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ..., on_behalf_of: _Optional[str] = ...) -> None: ...
+    pace_us: int
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ..., on_behalf_of: _Optional[str] = ..., pace_us: _Optional[int] = ...) -> None: ...
 
 class HeldAdapter(_message.Message):
     __slots__ = ("name", "handle", "sites", "version", "invocation")
@@ -347,14 +349,18 @@ class HeldAdapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., handle: _Optional[int] = ..., sites: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("adapters", "position", "reason")
+    __slots__ = ("adapters", "position", "reason", "loading", "expected_us")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_US_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[HeldAdapter]
     position: int
     reason: str
-    def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ..., position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    loading: bool
+    expected_us: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ..., position: _Optional[int] = ..., reason: _Optional[str] = ..., loading: bool = ..., expected_us: _Optional[int] = ...) -> None: ...
 
 class AwaitRequest(_message.Message):
     __slots__ = ("proof", "tickets", "seconds")
@@ -677,7 +683,7 @@ class Done(_message.Message):
     def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Residency(_message.Message):
-    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured", "remote", "coming")
+    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured", "remote", "coming", "expected_us", "error_code", "error")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -685,6 +691,9 @@ class Residency(_message.Message):
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     REMOTE_FIELD_NUMBER: _ClassVar[int]
     COMING_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_US_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     handle: int
     layers: int
     host_layers: int
@@ -692,7 +701,10 @@ class Residency(_message.Message):
     measured: bool
     remote: bool
     coming: bool
-    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ..., remote: bool = ..., coming: bool = ...) -> None: ...
+    expected_us: int
+    error_code: str
+    error: str
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ..., remote: bool = ..., coming: bool = ..., expected_us: _Optional[int] = ..., error_code: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Residencies(_message.Message):
     __slots__ = ("moved",)

@@ -493,14 +493,15 @@ class ClientsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Hold adapters by name until Release, Leave, or the end of the lease; or be told the place in the queue for them.
+        """Hold adapters by name until Release, Leave, or the end of the lease; or be told the place in the queue for them, or
+        that they are loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Await(self, request, context):
-        """Wait, for a second at most, until one of these tickets is no longer queued; Acquire says what became of it.
+        """Wait, for a second at most, until one of these tickets is answered; Acquire says what became of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

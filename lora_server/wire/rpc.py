@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
@@ -98,6 +98,32 @@ def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float
         raised = translate(cast(grpc.Call, error), server, seconds)
         raised.request = request_id
         raise raised from None
+
+
+class PendingCall(Generic[_T]):
+    """A unary call under way; another thread may cancel it."""
+
+    def __init__(self, method: Any, request: Any, *, server: str, seconds: float) -> None:
+        """Raises ServerUnavailableError if the channel was closed."""
+        self._server, self._seconds = server, seconds
+        try:
+            self._call = method.future(request, timeout=seconds, metadata=tuple(telemetry.headers().items()))
+        except ValueError as error:
+            raise ServerUnavailableError(f"server {server}: this session was left ({error})") from None
+
+    def cancel(self) -> None:
+        """End the call; `result` returns None, unless the answer is there already."""
+        self._call.cancel()
+
+    def result(self) -> _T | None:
+        """Wait for the answer; None if the call was cancelled. Raises the server's error, or ServerUnavailableError."""
+        try:
+            answer: _T = self._call.result()
+            return answer
+        except grpc.FutureCancelledError:
+            return None
+        except grpc.RpcError as error:
+            raise translate(cast(grpc.Call, error), self._server, self._seconds) from None
 
 
 def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServerError:

@@ -20,7 +20,7 @@ typedef unsigned long long uint64_t;
 #define LORA_SIGNAL_LINE_BYTES 128
 
 enum { LORA_DECODE = 0, LORA_PREFILL = 1 };
-enum { LORA_HAS_IN_MAP = 1, LORA_HAS_OUT_MAP = 2 };
+enum { LORA_HAS_IN_MAP = 1, LORA_HAS_OUT_MAP = 2, LORA_WAITS_FOR_WEIGHTS = 4 };
 /* e4m3: float row_scale[num_rows] before the rows, 16-byte aligned in a request, behind the header in a response */
 enum { LORA_FLOAT32 = 0, LORA_BFLOAT16 = 1, LORA_FLOAT16 = 2, LORA_E4M3 = 3 };
 enum { LORA_OK = 0, LORA_FAILED = 1 };

@@ -34,6 +34,7 @@ ALIGN = 64
 
 DECODE, PREFILL = 0, 1
 HAS_IN_MAP, HAS_OUT_MAP = 1, 2
+WAITS_FOR_WEIGHTS = 4  # the client waits for weights that are loading; otherwise such a step is soon refused
 DTYPES = ("float32", "bfloat16", "float16", "e4m3")
 ELEMENT_BYTES = (4, 2, 2, 1)
 E4M3 = DTYPES.index("e4m3")

@@ -76,7 +76,7 @@ def test_c_geometry_and_constants_equal_python():
     assert define("LORA_ALIGN") == slot.ALIGN
     assert define("LORA_SIGNAL_LINE_BYTES") == region.LINE_BYTES
     enums = {name: int(value) for name, value in re.findall(r"LORA_(\w+) = (\d+)", HEADER)}
-    for name in ("DECODE", "PREFILL", "HAS_IN_MAP", "HAS_OUT_MAP", "OK", "FAILED"):
+    for name in ("DECODE", "PREFILL", "HAS_IN_MAP", "HAS_OUT_MAP", "WAITS_FOR_WEIGHTS", "OK", "FAILED"):
         assert enums.pop(name) == getattr(slot, name)
     assert enums == {name.upper(): code for code, name in enumerate(slot.DTYPES)}
 

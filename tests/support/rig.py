@@ -46,11 +46,12 @@ class Client:
         rows: int = 2,
         budget: float = SECONDS,
         maps: bool = True,
+        waits: bool = True,
         **fields: object,
     ) -> bytearray:
         """A valid request at the next seq, as bytes; `fields` overwrite its header."""
         spec, seq = spec_of("mixtral"), self.seq + 1
-        flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP if maps else 0
+        flags = (slot.HAS_IN_MAP | slot.HAS_OUT_MAP if maps else 0) | slot.WAITS_FOR_WEIGHTS * waits
         width, entries = spec.in_width(site), 2 * rows if maps else rows
         segments = [(handle, 1, 0, rows), (handle, 2, rows, rows)] if maps else [(handle, 1, 0, rows)]
         at = slot.request_offsets(len(segments), entries, flags, rows * width * 4)

@@ -26,6 +26,7 @@ from lora_server.errors import ConfigError
 from lora_server.logs import Repeats
 
 LEASES = "lora_server_leases"  # attribute of a Scheduler of ours
+BEGAN = "lora_server_began"  # attribute of a scheduler output: when it was made
 IDLE_SECONDS = 1e-3  # of a step in which all requests wait for a place
 log = structlog.get_logger()
 
@@ -131,6 +132,7 @@ def _schedule(original: Any, leases: AdapterLeases, self: Any, *args: Any, **kwa
     output = original(*args, **kwargs)
     leases.expect(request.request_id for request in self.waiting)
     setattr(output, PLAN, leases.plan(output.num_scheduled_tokens.keys()))
+    setattr(output, BEGAN, time.monotonic())
     if not output.num_scheduled_tokens and leases.num_waiting:
         time.sleep(IDLE_SECONDS)
     return output
@@ -162,6 +164,8 @@ def _identify(request: Request, state: RequestState) -> None:
 def _update_from_output(
     original: Any, leases: AdapterLeases, self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
+    tokens, began, now = scheduler_output.total_num_scheduled_tokens, getattr(scheduler_output, BEGAN), time.monotonic()
+    leases.pace.passed(tokens, began, now)
     void = {req_id: Failure(RETRY, "") for req_id in getattr(scheduler_output, PLAN, NO_PLAN).void}
     failures = void | getattr(model_runner_output, FAILURES, {})
     ended = [*self.lora_server_ended, *_settle(self, leases, failures)]

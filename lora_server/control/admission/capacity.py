@@ -66,10 +66,14 @@ class PoolCapacity:
                 )
         return ""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no size has changed since `lacking` last looked."""
+        return self.sizes.changes == self._summed
+
     def _add_up(self) -> None:
         """Add up what the active adapters take again, where a size has changed."""
-        changes = self.sizes.changes
-        if changes != self._summed:
-            self._summed, self._used = changes, Counter()
+        if not self.is_current:
+            self._summed, self._used = self.sizes.changes, Counter()
             for handle in self.active:
                 self._used.update(self.sizes.of(handle))

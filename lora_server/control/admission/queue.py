@@ -20,6 +20,7 @@ from typing import NamedTuple
 from lora_server import telemetry
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.tickets import Ticket, TicketKey, TicketTable
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
@@ -32,6 +33,13 @@ class QueuePosition(NamedTuple):
 
     position: int
     reason: str
+
+
+class AdapterLoading(NamedTuple):
+    """An admitted ticket's handles, and the seconds until they are loaded; infinity if that is unknown."""
+
+    handles: list[int]
+    seconds: float
 
 
 @dataclass
@@ -57,21 +65,27 @@ class AdmissionQueue:
     capacity: PoolCapacity = field(default_factory=PoolCapacity)
     holds: ClientHolds = field(default_factory=ClientHolds)
     send: Callable[[pb.ShardCommand], object] = lambda command: None
-    is_resident: Callable[[int], bool] = lambda handle: True  # whether all its weights are in device pools
     clock: Callable[[], float] = time.monotonic
     order: AdmissionOrder = field(default_factory=AdmissionOrder)
     counters: AdmissionCounters = field(default_factory=AdmissionCounters)
     tickets: TicketTable = field(default_factory=TicketTable)
+    loads: TicketLoads = field(default_factory=TicketLoads)
     paused: str = ""  # why no ticket is admitted, whatever capacity there is
 
     # -- clients
 
     def acquire(
-        self, client: int, number: int, names: Sequence[str], tenant: str = "", weight: float = 1.0
-    ) -> list[int] | QueuePosition:
+        self,
+        client: int,
+        number: int,
+        names: Sequence[str],
+        tenant: str = "",
+        weight: float = 1.0,
+        pace: float | None = None,
+    ) -> list[int] | QueuePosition | AdapterLoading:
         """Hold all of these adapters for a client, or queue a ticket; raises why they cannot be held.
 
-        A ticket of number 0 is refused instead of queued.
+        A ticket of number 0 is refused instead of queued. `pace`: see Ticket.
         """
         if not names:  # a client that asks whether its lease is good
             return []
@@ -79,11 +93,14 @@ class AdmissionQueue:
         ticket = self.tickets.find(key) if number else None
         if ticket is None:
             self.tickets.check(client)
-            ticket = Ticket(tuple(names), self.clock(), tenant, weight)
+            ticket = Ticket(tuple(names), self.clock(), tenant, weight, pace)
             self._ask(key, ticket)
         if ticket.error is not None:
             raise ticket.error
-        return list(ticket.handles) if ticket.handles is not None else self._position(key, ticket)
+        if ticket.handles is None:
+            return self._position(key, ticket)
+        handles = list(ticket.handles)
+        return AdapterLoading(handles, self.loads.seconds_left(ticket)) if key in self.tickets.loading else handles
 
     def _ask(self, key: TicketKey, ticket: Ticket) -> None:
         self.resolve(ticket.names)  # raises
@@ -97,14 +114,10 @@ class AdmissionQueue:
         if key[1] == 0 or ticket.error is not None:
             self.tickets.drop(key)
 
-    def is_queued(self, client: int, number: int) -> bool:
-        """Return whether a ticket still waits; one that is unknown does not."""
-        return (client, number) in self.tickets.waiting
-
     def settle(self, client: int, numbers: Iterable[int]) -> None:
-        """Forget the tickets among these that were answered: the client has their answers. Queued ones stay."""
+        """Forget the tickets among these that were answered: the client has their answers. Open ones stay."""
         for number in numbers:
-            if not self.is_queued(client, number):
+            if not self.tickets.is_open((client, number)):
                 self.tickets.drop((client, number))
 
     def cancel(self, client: int, numbers: Collection[int]) -> None:
@@ -172,6 +185,20 @@ class AdmissionQueue:
         if not self.tickets.waiting:
             self.order.clear()
 
+    def answer(self, failed: Mapping[int, LoraServerError]) -> bool:
+        """Answer the tickets whose adapters are loaded, or in `failed`; these hold nothing. Return whether any was."""
+        now, any_answered = self.clock(), False
+        for key, ticket in list(self.tickets.loading.items()):
+            ticket.error = self.loads.error(ticket, failed, now)
+            if ticket.error is not None:
+                self._release(key[0], ticket.handles or ())
+                ticket.handles = None
+            elif self.loads.is_awaited(ticket):
+                continue
+            del self.tickets.loading[key]
+            any_answered = True
+        return any_answered
+
     def _resolve(self, ticket: Ticket) -> list[int]:
         handles = self.resolve(ticket.names)
         if reason := self.capacity.too_large(set(handles)):
@@ -184,8 +211,10 @@ class AdmissionQueue:
     def _admit(self, key: TicketKey, ticket: Ticket, handles: list[int], now: float) -> None:
         del self.tickets.waiting[key]
         self.order.admitted(ticket)
-        ticket.handles = handles
-        hits = sum(map(self.is_resident, handles))
+        ticket.handles, ticket.admitted = handles, now
+        if key[1] and self.loads.is_awaited(ticket):  # a ticket of number 0 is answered now
+            self.tickets.loading[key] = ticket
+        hits = sum(map(self.loads.is_resident, handles))
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
         if more := self.holds.acquire(key[0], handles):

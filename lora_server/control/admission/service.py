@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -14,14 +15,25 @@ from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.records import Record
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.order import AdmissionOrder
-from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
+from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue, QueuePosition
 from lora_server.control.admission.tally import Tally
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import AdapterLoadError
+from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
+
+
+class AdmissionAnswer(NamedTuple):
+    """The adapters that a client holds, or would: while `queued`, or while they load (`loading` seconds, infinity if
+    that is unknown), the ticket has no answer yet."""
+
+    records: list[Record]
+    queued: QueuePosition | None = None
+    loading: float | None = None
+
 
 CheckInUse = Callable[[set[str]], None]  # of the names that clients hold, or wait for; raises
 log = structlog.get_logger()
@@ -51,9 +63,9 @@ class AdmissionService:
             PoolCapacity(most_active, sync.sizes),
             self.holds,
             sync.broadcast,
-            is_resident=lambda handle: sync.residency.state(handle) == "ready",
             clock=clock.now,
             order=AdmissionOrder(timings.first_in_queue),
+            loads=TicketLoads(sync.residency.seconds_left, timings.loading),
         )
         self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
         self._changed = threading.Condition(threading.RLock())  # holds, the queue, or what is held
@@ -68,8 +80,9 @@ class AdmissionService:
         tenant: str = "",
         weight: float = 1.0,
         check: CheckInUse | None = None,
-    ) -> tuple[list[Record], QueuePosition | None]:
-        """Hold all of `names`, or be queued for them. `check` raises where no more may be in use.
+        pace: float | None = None,
+    ) -> AdmissionAnswer:
+        """Hold all of `names`, or be queued for them. `check` raises where no more may be in use; `pace`: see Ticket.
 
         Raises UnknownAdapterError, AdapterLoadError, AdmissionError, ServerUnavailableError.
         """
@@ -78,16 +91,19 @@ class AdmissionService:
             if check is not None:
                 check(_names_in_use(self.queue, self._catalog))
             for found in filter(None, map(self._catalog.find, set(names))):
-                if self._sync.residency.error(found.handle):  # its files may be readable by now
+                residency = self._sync.residency
+                if residency.error(found.handle) or residency.failure(found.handle):  # its files may be readable by now
                     self._sync.load(found)
-            answer = self.queue.acquire(client, ticket, names, tenant, weight)
-            queued = answer if isinstance(answer, QueuePosition) else None
-            handles = self._resolve(names) if isinstance(answer, QueuePosition) else answer
-            records = [record for handle in handles if (record := self._catalog.by_handle(handle)) is not None]
-            for record in records if queued is not None else ():
+            answer = self.queue.acquire(client, ticket, names, tenant, weight, pace)
+            if isinstance(answer, AdapterLoading):
+                return AdmissionAnswer(_records(self._catalog, answer.handles), loading=answer.seconds)
+            if not isinstance(answer, QueuePosition):
+                return AdmissionAnswer(_records(self._catalog, answer))
+            records = _records(self._catalog, self._resolve(names))
+            for record in records:
                 if self._sync.sizes.unmeasured([record.handle]) is not None:  # shards measure it before the others
                     self._sync.load(record)
-            return records, queued
+            return AdmissionAnswer(records, queued=answer)
 
     def _resolve(self, names: Sequence[str]) -> list[int]:
         records = [self._catalog.get(name) for name in names]
@@ -97,10 +113,10 @@ class AdmissionService:
         return [record.handle for record in records]
 
     def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
-        """Wait until one of these is not queued any more, for at most `seconds`; return those that are not."""
+        """Wait until one of these is answered, for at most `seconds`; return those that are."""
 
         def decided() -> list[int]:
-            return [ticket for ticket in tickets if not self.queue.is_queued(client, ticket)]
+            return [ticket for ticket in tickets if not self.queue.tickets.is_open((client, ticket))]
 
         with self._changed:
             return self._clock.wait_for(self._changed, decided, seconds)
@@ -147,11 +163,14 @@ class AdmissionService:
                 handle.commands.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client))))
             self.admit()
 
-    def admit(self) -> None:
-        """Look at the queue again: a shard reported sizes, or could not load an adapter."""
+    def admit(self, moved: Sequence[pb.Residency] = ()) -> None:
+        """Look at the tickets again. `moved`: a shard's report of what it loaded, measured or could not load."""
+        failed = {one.handle: rebuild(one.error_code, one.error) for one in moved if one.error_code}
         with self._changed:
-            self.queue.admit()
-            self._changed.notify_all()
+            answered = self.queue.answer(failed)
+            if answered or not moved or not self.queue.capacity.is_current:
+                self.queue.admit()
+                self._changed.notify_all()
 
     # -- what drains
 
@@ -208,6 +227,11 @@ class AdmissionService:
                     self._catalog.remove(handle)
                     self.queue.capacity.forget(handle)
                     self._sync.drop(handle)
+                    self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
+
+
+def _records(catalog: AdapterCatalog, handles: Iterable[int]) -> list[Record]:
+    return [record for handle in handles if (record := catalog.by_handle(handle)) is not None]
 
 
 def _names_in_use(queue: AdmissionQueue, catalog: AdapterCatalog) -> set[str]:

@@ -21,8 +21,10 @@ class Ticket:
     since: float
     tenant: str = ""
     weight: float = 1.0
+    pace: float | None = None  # seconds that its adapters may still load when it is answered; None: any
     first_since: float | None = None  # when it became the first measured ticket
     waited: bool = False
+    admitted: float = 0.0  # when it was given places
     handles: list[int] | None = None
     error: LoraServerError | None = None
     trace: Mapping[str, str] = field(default_factory=telemetry.headers)  # of the call that asked for it
@@ -35,12 +37,22 @@ class TicketTable:
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[TicketKey, Ticket] = {}  # in the order in which they came
+        self.waiting: dict[TicketKey, Ticket] = {}  # for a place, in the order in which they came
+        self.loading: dict[TicketKey, Ticket] = {}  # admitted, and not answered yet
         self._by_client: dict[int, dict[int, Ticket]] = {}
 
     def find(self, key: TicketKey) -> Ticket | None:
         """Return a ticket that is not settled."""
         return self._by_client.get(key[0], {}).get(key[1])
+
+    @property
+    def any_open(self) -> bool:
+        """Whether any ticket has no answer yet."""
+        return bool(self.waiting or self.loading)
+
+    def is_open(self, key: TicketKey) -> bool:
+        """Return whether a ticket has no answer yet; one that is unknown is not open."""
+        return key in self.waiting or key in self.loading
 
     def check(self, client: int, more: int = 1, most: int = MAX_TICKETS) -> None:
         """Raise AdmissionError where a client would have more than `most` tickets."""
@@ -54,7 +66,7 @@ class TicketTable:
             self._by_client.setdefault(key[0], {})[key[1]] = ticket
 
     def cancelled(self, client: int, numbers: Iterable[int], now: float) -> list[Ticket]:
-        """Return these tickets, which wait no more; one that is yet to come is there already, cancelled.
+        """Return these tickets, which are not open any more; one that is yet to come is there already, cancelled.
 
         Raises AdmissionError for too many of those.
         """
@@ -63,13 +75,13 @@ class TicketTable:
         tickets = self._by_client.setdefault(client, {})
         tickets |= {number: Ticket((), now, trace=telemetry.NOTHING) for number in unknown}
         for number in {*numbers}:
-            self.waiting.pop((client, number), None)
+            self._close((client, number))
         return [tickets[number] for number in {*numbers}]
 
     def drop(self, key: TicketKey) -> None:
         """Remove a ticket, waiting or not."""
         client, number = key
-        self.waiting.pop(key, None)
+        self._close(key)
         tickets = self._by_client.get(client, {})
         tickets.pop(number, None)
         if not tickets:
@@ -78,7 +90,11 @@ class TicketTable:
     def forget_client(self, client: int) -> None:
         """Remove all of a client's."""
         for number in self._by_client.pop(client, {}):
-            self.waiting.pop((client, number), None)
+            self._close((client, number))
+
+    def _close(self, key: TicketKey) -> None:
+        self.waiting.pop(key, None)
+        self.loading.pop(key, None)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_client.values()))

@@ -162,12 +162,15 @@ class ClientsService:
         check = scope.check_acquire(full)
         with scope.asking(request.names, full):
             scope.bring(full)
-            tenant = scope.tenant
-            records, queued = self._requests.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
+            tenant, pace = scope.tenant, request.pace_us * 1e-6 if request.HasField("pace_us") else None
+            answer = self._requests.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check, pace)
         asked = dict(zip(full, request.names, strict=True))
-        reply = pb.AcquireReply(adapters=[_held(record, asked.get(record.name, record.name)) for record in records])
-        if queued is not None:
-            reply.position, reply.reason = queued
+        held = [_held(record, asked.get(record.name, record.name)) for record in answer.records]
+        reply = pb.AcquireReply(adapters=held, loading=answer.loading is not None)
+        if answer.queued is not None:
+            reply.position, reply.reason = answer.queued
+        if answer.loading is not None and answer.loading < math.inf:
+            reply.expected_us = int(answer.loading * 1e6)
         return reply
 
     def Await(self, request: pb.AwaitRequest, who: Identity) -> pb.AwaitReply:

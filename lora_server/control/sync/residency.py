@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ class ResidencyRow:
     loading: set[int] = field(default_factory=set)
     remote: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)  # until it is loaded; infinity: unknown
+    failures: dict[int, str] = field(default_factory=dict)  # of the last load; empty: it did not fail
 
 
 class ResidencyTable:
@@ -30,6 +33,7 @@ class ResidencyTable:
         self._placement, layout = placement, placement.layout
         stages = ([one for one in layout.stage_shards(stage) if placement.layers(one)] for stage in range(layout.pp))
         self.num_shards = layout.num_shards
+        self._owned = {shard: len(placement.layers(shard)) for shard in range(layout.num_shards)}
         self._owning = [shards for shards in stages if shards]
         self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
         self._adapters: dict[int, ResidencyRow] = {}
@@ -42,6 +46,8 @@ class ResidencyTable:
             found.layers[shard], found.host_layers[shard] = one.layers, one.host_layers
             (found.remote.add if one.remote else found.remote.discard)(shard)
             (found.loading.add if one.coming else found.loading.discard)(shard)
+            found.seconds[shard] = one.expected_us * 1e-6 if one.HasField("expected_us") else math.inf
+            found.failures[shard] = one.error
 
     def opened(self, handle: int, shard: int, error: str = "") -> None:
         """Note that a shard opened an adapter's files, or why it could not."""
@@ -62,7 +68,7 @@ class ResidencyTable:
         """Remove everything that a shard reported; its next report starts from nothing."""
         with self._lock:
             for one in self._adapters.values():
-                for by_shard in (one.layers, one.host_layers, one.errors):
+                for by_shard in (one.layers, one.host_layers, one.errors, one.seconds, one.failures):
                     by_shard.pop(shard, None)
                 for shards in (one.known, one.loading, one.remote):
                     shards.discard(shard)
@@ -71,6 +77,18 @@ class ResidencyTable:
         """Return why an adapter cannot be used, empty if it can."""
         with self._lock:
             return next(iter(self._of(handle).errors.values()), "")
+
+    def failure(self, handle: int) -> str:
+        """Return why a shard's last load of an adapter failed, empty if none did; the next one may succeed."""
+        with self._lock:
+            return next(filter(None, self._of(handle).failures.values()), "")
+
+    def seconds_left(self, handle: int) -> float:
+        """Return how long the slowest shard still loads an adapter: 0 if it is loaded, infinity if that is unknown."""
+        with self._lock:
+            found = self._of(handle)
+            lacking = [shard for shard, owned in self._owned.items() if found.layers.get(shard, 0) < owned]
+            return max((found.seconds.get(shard, math.inf) for shard in lacking), default=0.0)
 
     def is_remote(self, handle: int) -> bool:
         """Return whether a shard's node lacks the adapter's files."""

@@ -28,7 +28,8 @@ OVER = (Phase.FAILED, Phase.BASE_MODEL, Phase.ENDED)
 def state_in(phase: Phase) -> RequestState:
     """A state as the machine leaves it in `phase`."""
     failure = PASSING if phase in (Phase.FAILED, Phase.BASE_MODEL) else None
-    return RequestState(phase, "v1", 3, LAW if phase is Phase.HELD else None, failure, deadline=5.0)
+    held, loading = LAW if phase is Phase.HELD else None, LAW if phase is Phase.LOADING else None
+    return RequestState(phase, "v1", 3, held, loading, failure, deadline=5.0)
 
 
 def documented() -> dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]]:
@@ -56,14 +57,16 @@ def test_the_documented_table_is_the_codes():
 def test_every_phase_takes_every_event(phase, event):
     """What is held and why it failed go with the phase; a handle is given back exactly when nothing holds it."""
     before = state_in(phase)
-    held = CODE if event is Event.GRANTED else None
+    held = CODE if event in (Event.GRANTED, Event.NO_WEIGHTS) else None
     after, actions, released = before.after(event, held=held, failure=LASTING, deadline=9.0)
     target = TRANSITIONS[event].get(phase)
     assert (after.phase, actions) == (tuple(target) if target else (phase, ()))
     assert (after.held is not None) == (after.phase is Phase.HELD)
+    assert (after.loading is not None) == (after.phase is Phase.LOADING)
     assert (after.failure is not None) == (after.phase in (Phase.FAILED, Phase.BASE_MODEL)) or phase in OVER
     assert (after.version, after.start) == (before.version, before.start)
-    before_and_new = [one for one in (before.held, held) if one is not None]
+    granted = held if event is Event.GRANTED else None
+    before_and_new = [one for one in (before.held, granted) if one is not None]
     kept = [one for one in (after.held, released) if one is not None]
     lost = before_and_new if event is Event.LEASE_LOST else []
     assert sorted(one.name for one in kept + lost) == sorted(one.name for one in before_and_new)

@@ -126,7 +126,7 @@ def test_admission_equals_the_model(seed):
         check()
     for _, key, _ in list(model.queue):  # those who hold let go, others come for ever: the first is served all the same
         for _ in range(len(handles) + 2):
-            if not admission.is_queued(*key):
+            if not admission.tickets.is_open(key):
                 break
             model.now += Timings.first_in_queue
             for hold in list(model.holds):
@@ -137,7 +137,7 @@ def test_admission_equals_the_model(seed):
                 model.queue.append((model.now, (9, number), wanted))
                 admission.acquire(9, number, [str(one) for one in wanted])
                 model.admit()
-        assert not admission.is_queued(*key)
+        assert not admission.tickets.is_open(key)
     check()
     for client in (1, 2, 3, 4, 9):
         admission.forget_client(client)
@@ -167,7 +167,7 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "earlier requests go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
-    assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
+    assert admission.tickets.is_open((2, 1)) is False, "6 + 2 bytes are free now"
     assert admission.counters.immediate == 2 and admission.counters.queued == 1
     assert admission.counters.waits.sum_ns == Timings.first_in_queue * 1e9
 
@@ -231,7 +231,7 @@ def test_a_waiting_client_is_told_when_it_is_admitted(serve):
     clients, requests, told = controller.clients, controller.requests, []
     one, other = join(controller), join(controller)
     assert requests.acquire(one, ["a", "b"], 1)[1] is None
-    records, queued = requests.acquire(other, ["c"], 1)
+    records, queued, _ = requests.acquire(other, ["c"], 1)
     assert [record.handle for record in records] == [3] and queued.position == 1
     assert requests.wait_admitted(other, [1], 0.01) == []
     client = clients.renew(other)

@@ -224,7 +224,7 @@ def hold(server, came=add):
     """Have a client acquire the adapter `law`; the next controller does not know that before the client says so."""
     came(server)
     lease, _ = server.controller.clients.join("engine")
-    ((record,), _) = server.adapters.admission.acquire(lease.client, ["law"])
+    (record,) = server.adapters.admission.acquire(lease.client, ["law"]).records
     return lease.client, [record.handle]
 
 

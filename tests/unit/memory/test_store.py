@@ -277,7 +277,7 @@ def cold(make):
 def bring(store, handle):
     """As a loop does it; whether its first layer came, or failed."""
     reads(store, handle)
-    until(lambda: store.missing([handle], 0) is None, f"handle {handle}")
+    until(lambda: not store.missing([handle], 0), f"handle {handle}")
     store.forget("a step")
     return store.report.state(handle, 0)
 

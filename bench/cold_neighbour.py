@@ -1,0 +1,219 @@
+"""What an adapter that is not loaded costs the requests beside it, and its own.
+
+    python -m bench.cold_neighbour [--json] [--rounds N] [--remote-rounds N] [--fetch-seconds S]
+
+A server with --host-link-gbps, so slow that one layer takes 40 ms, and a model of 16 layers. An engine without a model
+(bench/tick_engine.py) makes passes of 64 steps for eight requests of two loaded adapters, while a request of another
+adapter comes. Two engines take turns:
+
+    admitted   schedules a request once its adapter has a place; steps wait for weights (before: all engines)
+    loaded     schedules it once its adapter is loaded, or will be within the pass (now: serving engines)
+
+"disk": the adapter is on disk. "remote": its files are at a URL that answers after --fetch-seconds, and steps time out
+after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token, and "alone" as many
+passes without a cold request; "first" is the cold request's time to its first token. A void pass of a warm request was
+computed for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.tick_engine import Generation, TickEngine
+from lora_server.sources.cache import DiskCache
+from lora_server.units import Size
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
+
+LAYERS, LAYER_SECONDS, ADAPTERS, WARM, ROOM, WARM_REQUESTS = 16, 0.04, 8, 2, 4, 8
+PROMPT, PASSES = 8, 4  # of the cold request
+LONG_SECONDS, SHORT_SECONDS = 10.0, 2.0  # that a step may take: vLLM's default, and one that a fetch exceeds
+WAIT_SECONDS = 60.0
+REMOTE, WAYS = "remote", ("admitted", "loaded")
+GEOMETRY = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 256}
+
+
+def make(work: Path) -> int:
+    """A model and its adapters, which are alike; returns the bytes of one."""
+    adapters = {f"a{seed}": {"lora_rank": 16, "targets": "all"} for seed in range(ADAPTERS)}
+    harness.make(work, "llama", adapters, **GEOMETRY)
+    (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
+    return weights.stat().st_size
+
+
+class SlowFiles(SimpleHTTPRequestHandler):
+    """Answers after `seconds` where weights are asked for."""
+
+    seconds = 0.0
+
+    def do_GET(self) -> None:
+        if self.path.endswith(".safetensors"):
+            time.sleep(type(self).seconds)
+        super().do_GET()
+
+    def log_message(self, *ignored: object) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def slow_files(folder: Path) -> Iterator[str]:
+    """The URL of a folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowFiles, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Engines:
+    """Both engines, of which one is going, with warm requests."""
+
+    def __init__(self, address: str, step_seconds: float) -> None:
+        self._engines = {way: TickEngine(address, step_seconds, waits=way == "admitted") for way in WAYS}
+        self._requests = itertools.count()
+        for engine in self._engines.values():
+            engine.going.clear()
+            for number in range(WARM_REQUESTS):
+                engine.add(f"warm-{number}", Generation(f"a{number % WARM}"))
+
+    @contextlib.contextmanager
+    def going(self, way: str) -> Iterator[TickEngine]:
+        engine = self._engines[way]
+        engine.going.set()
+        before = len(engine.passes)
+        harness.until(lambda: len(engine.passes) > before + 20, f"passes of {way}")
+        yield engine
+        engine.going.clear()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.going.set()
+            engine.close()
+
+
+def beside(engine: TickEngine, name: str, number: int) -> dict[str, Any]:
+    """Passes while a cold request comes, and the request."""
+    first_pass = len(engine.passes)
+    cold = engine.add(f"cold-{number}", Generation(name, PROMPT, PASSES))
+    if not cold.ended.wait(WAIT_SECONDS):
+        raise TimeoutError(f"{name}: no answer within {WAIT_SECONDS:g} s")
+    passes = [one for one in engine.passes[first_pass:] if not cold.first or one.began < cold.first]
+    void = sum(request.startswith("warm") for one in passes for request in one.failures)
+    return {
+        "seconds": [one.seconds for one in passes],
+        "first": cold.first - cold.began if cold.first else float("nan"),
+        "void": void,
+        "failed": cold.failure.code if cold.failure else "",
+    }
+
+
+def alone(engine: TickEngine, seconds: float) -> list[float]:
+    """Passes of so many seconds without a cold request."""
+    first_pass = len(engine.passes)
+    time.sleep(seconds)
+    return [one.seconds for one in engine.passes[first_pass:]]
+
+
+def add_remote(address: str, url: str) -> str:
+    """Add an adapter by URL; return its version."""
+    with open_channel(address) as channel:
+        request = pb.AddAdapterRequest(name=REMOTE, uri=url, wait_seconds=WAIT_SECONDS)
+        added: pb.Adapter = call(rpc.AdaptersStub(channel).Add, request, server=address, seconds=WAIT_SECONDS)
+    return added.version
+
+
+def make_remote(address: str, cache: DiskCache, version: str) -> None:
+    """Have the adapter evicted from memory, which others fill, and from the disk cache."""
+
+    def state() -> str:
+        return next(one.state for one in harness.listed(address) if one.name == REMOTE)
+
+    def discarded() -> bool:
+        cache.discard(version)
+        return state() == REMOTE
+
+    harness.until(discarded, "the adapter is remote")
+
+
+def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[str, Any]]:
+    """Rows of the table: by case and engine."""
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch, slow_files(Path(scratch) / "adapters") as url:
+        work = Path(scratch)
+        size = make(work)
+        gbps = size * 8e-9 / (LAYER_SECONDS * LAYERS)
+        flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0", "--allow-source", url]
+        flags += ["--host-link-gbps", f"{gbps:.6f}", "--disk-cache", str(work / "cache")]
+        with harness.serving(work, *flags) as server:
+            turn = itertools.cycle([f"a{index}" for index in range(WARM, ADAPTERS)])
+            numbers = itertools.count()
+            with contextlib.closing(Engines(server.address, LONG_SECONDS)) as engines:
+                for _ in harness.progress(range(rounds), "disk"):
+                    for way in WAYS:
+                        with engines.going(way) as engine:
+                            lone = alone(engine, LAYERS * LAYER_SECONDS)
+                            found = beside(engine, next(turn), next(numbers))
+                        seen.setdefault(("disk", way), []).append(found | {"alone": lone})
+            version = add_remote(server.address, f"{url}/a{ADAPTERS - 1}") if remote_rounds else ""
+            SlowFiles.seconds = fetch_seconds
+            cache = DiskCache(work / "cache", Size(share=0.5))
+            for way in WAYS if remote_rounds else ():
+                for _ in harness.progress(range(remote_rounds), f"remote, {way}"):
+                    with contextlib.closing(Engines(server.address, SHORT_SECONDS)) as engines:
+                        with engines.going(way) as engine:
+                            for _ in range(ROOM):  # evict it
+                                beside(engine, next(turn), next(numbers))
+                            make_remote(server.address, cache, version)
+                            lone = alone(engine, LAYERS * LAYER_SECONDS)
+                            found = beside(engine, REMOTE, next(numbers))
+                        seen.setdefault((REMOTE, way), []).append(found | {"alone": lone})
+    return [row(case, way, found) for (case, way), found in seen.items()]
+
+
+def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One line of the table."""
+    passes, lone = ([one for each in found for one in each[key]] for key in ("seconds", "alone"))
+    first = [one["first"] for one in found]
+    return {
+        "case": case,
+        "engine": way,
+        "alone_ms": p99(lone) * 1e3,
+        "pass_ms": p99(passes) * 1e3,
+        "ratio": p99(passes) / p99(lone),
+        "first_ms": statistics.median(first) * 1e3,
+        "void": sum(one["void"] for one in found),
+        "failed": ", ".join(sorted({one["failed"] for one in found if one["failed"]})) or "-",
+        "passes": len(passes),
+    }
+
+
+def p99(seen: Sequence[float]) -> float:
+    return statistics.quantiles(seen, n=100)[98]
+
+
+COLUMNS = (
+    "adapter {case} | engine {engine} | alone p99 ms {alone_ms:.1f} | pass p99 ms {pass_ms:.1f} | x {ratio:.2f} | "
+    "first ms {first_ms:.0f} | void {void:d} | cold request failed {failed} | passes {passes:d}"
+)
+
+
+def main() -> None:
+    given = harness.flags(__doc__, rounds=10, remote_rounds=2, fetch_seconds=5.0)
+    harness.one_thread()
+    rows = measure(given.rounds, given.remote_rounds, given.fetch_seconds)
+    harness.show(given, rows, harness.table("A cold adapter beside warm requests", rows, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A cold adapter delays no other request: not one that loads slowly, nor one from a slow source, nor one that fails."""
+
+import contextlib
+import shutil
+import statistics
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from bench import cold_neighbour
+from bench.cold_neighbour import REMOTE, SlowFiles, add_remote, make_remote, slow_files
+from bench.tick_engine import Generation, TickEngine
+from lora_server.demo.launch import running_server
+from lora_server.sources.cache import DiskCache
+from lora_server.units import Size
+from tests.support.serving import HANG_SECONDS, listed, until
+
+LAYERS, LAYER_SECONDS, ROOM = cold_neighbour.LAYERS, cold_neighbour.LAYER_SECONDS, 3
+FETCH_SECONDS, STEP_SECONDS = 5.0, 2.0
+
+
+class Served:
+    """A server with a slow link and room for three adapters, and the source of a fourth."""
+
+    def __init__(self, work: Path, stack: contextlib.ExitStack) -> None:
+        size = cold_neighbour.make(work)
+        self.work, self.source = work, stack.enter_context(slow_files(work / "adapters"))
+        gbps = size * 8e-9 / (LAYER_SECONDS * LAYERS)
+        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), "--dtype", "float32"]
+        flags += ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0", "--allow-source", self.source]
+        flags += ["--host-link-gbps", f"{gbps:.6f}", "--disk-cache", str(work / "cache")]
+        self.server = stack.enter_context(running_server(work / "log", flags))
+        self.cold = (f"a{number % 4 + 2}" for number in count(1))  # a2 was loaded at the start
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        yield Served(tmp_path_factory.mktemp("slow"), stack)
+
+
+@pytest.fixture
+def engine(served):
+    """An engine with four requests of two adapters under way."""
+    engine = TickEngine(served.server.address, STEP_SECONDS)
+    warm = [engine.add(f"warm-{number}", Generation(f"a{number % 2}")) for number in range(4)]
+    until(lambda: all(one.done > 20 for one in warm), "the warm requests generate")
+    yield engine
+    engine.close()
+    assert not any(one.failure for one in warm)
+
+
+def beside(engine: TickEngine, name: str):
+    """A request of a cold adapter, and the passes from its arrival to its first token or its end."""
+    first = len(engine.passes)
+    cold = engine.add("cold", Generation(name, prompt=8, passes=2))
+    assert cold.ended.wait(HANG_SECONDS)
+    return cold, [one for one in engine.passes[first:] if not cold.first or one.began < cold.first]
+
+
+def void(passes) -> list[str]:
+    return [request for one in passes for request in one.failures if request.startswith("warm")]
+
+
+def test_warm_rows_do_not_wait_for_an_adapter_that_loads_layer_by_layer(served, engine):
+    cold, passes = beside(engine, next(served.cold))
+    assert cold.failure is None and not void(passes)
+    whole = LAYERS * LAYER_SECONDS
+    assert cold.first - cold.began > 0.8 * whole, "it was cold"
+    assert statistics.median(one.seconds for one in passes) < whole / 4, "a pass that waits takes as long as the load"
+    assert len(passes) > 3 and all("cold" not in one.requests for one in passes[:-2])
+
+
+def test_warm_rows_do_not_wait_for_a_fetch_that_takes_longer_than_a_step_may(served, engine):
+    version = add_remote(served.server.address, f"{served.source}/a7")
+    for _ in range(ROOM):
+        beside(engine, next(served.cold))
+    make_remote(served.server.address, DiskCache(served.work / "cache", Size(share=0.5)), version)
+    SlowFiles.seconds = FETCH_SECONDS
+    try:
+        cold, passes = beside(engine, REMOTE)
+    finally:
+        SlowFiles.seconds = 0.0
+    assert cold.failure is None and cold.void == 0 and not void(passes)
+    assert cold.first - cold.began > FETCH_SECONDS and len(passes) > 10
+    assert "joined" not in served.server.log.read_text().split("adapter added")[-1], "no engine joined anew"
+
+
+def test_a_load_that_fails_ends_its_own_request_by_name(served, engine):
+    for _ in range(ROOM):
+        beside(engine, next(served.cold))
+    files = served.work / "adapters" / "a6"
+    until(lambda: listed(served.server.address)["a6"].state == "disk", "it is on disk alone")
+    shutil.move(files, served.work / "gone")
+    try:
+        cold, passes = beside(engine, "a6")
+    finally:
+        shutil.move(served.work / "gone", files)
+    assert cold.failure is not None and "adapter 'a6': " in cold.failure.message and str(files) in cold.failure.message
+    assert cold.failure.code in ("adapter_load", "adapter_format", "adapter_source", "adapter") and not void(passes)
+
+
+def test_a_step_that_meets_missing_weights_fails_for_its_adapter_alone(served, engine):
+    """As when an adapter was evicted just now: its request waits until it is loaded, the others' rows come again."""
+    engine.leases.pace.of = lambda tokens: None  # scheduled as soon as it is admitted
+    cold, passes = beside(engine, next(served.cold))
+    failures = [one.failures for one in passes if "cold" in one.failures]
+    assert failures, "its first step came too early"
+    assert all(one["cold"].code == "adapter_not_loaded" for one in failures)
+    assert all(one.code == "retry" for each in failures for request, one in each.items() if request != "cold")
+    assert max(one.seconds for one in passes) < LAYERS * LAYER_SECONDS, "no pass waited for all of the load"
+    assert cold.failure is None and cold.first

@@ -1,0 +1,42 @@
+"""How an engine's next pass is estimated from those before it."""
+
+import random
+
+import pytest
+
+from client_connector.serving.pace import MARGIN, PassPace
+
+
+def paced(passes):
+    """A pace that has seen passes of (tokens, seconds), one after the other."""
+    pace, now = PassPace(), 100.0
+    for tokens, seconds in passes:
+        pace.passed(tokens, now, now + seconds)
+        now += seconds
+    return pace
+
+
+def test_passes_of_many_sizes_are_fitted_by_a_line():
+    dice = random.Random(5)
+    sizes = [dice.randrange(1, 512) for _ in range(200)]
+    pace = paced([(size, 0.01 + 1e-4 * size) for size in sizes])
+    for size in (1, 64, 400):
+        assert pace.of(size) == pytest.approx(MARGIN * (0.01 + 1e-4 * size), rel=0.01)
+    assert pace.of(10**6) == pace.of(max(sizes)), "a pass is never larger than the largest that was seen"
+
+
+def test_nothing_is_promised_before_a_pass_was_seen_and_empty_ones_count_for_nothing():
+    assert PassPace().of(64) == 0.0
+    assert paced([(0, 5.0)]).of(64) == 0.0
+    assert paced([(8, 0.02)] * 50).of(4096) == pytest.approx(MARGIN * 0.02), "one size says nothing of others"
+
+
+def test_a_pass_that_was_scheduled_early_counts_from_the_end_of_the_one_before():
+    pace = PassPace()
+    for number in range(20):
+        pace.passed(8, 0.1 * max(0, number - 1), 0.1 * (number + 1))
+    assert pace.of(8) == pytest.approx(MARGIN * 0.1)
+
+
+def test_a_faster_engine_is_noticed():
+    assert paced([(8, 1.0)] * 100 + [(8, 0.02)] * 400).of(8) < MARGIN * 0.03
