@@ -48,6 +48,7 @@ RIGHTS: dict[str, Right] = {
     "Clients/Await": _COMPUTE,
     "Clients/Cancel": _COMPUTE,
     "Clients/Release": _COMPUTE,
+    "Clients/Hold": _COMPUTE,
     "Clients/Prefetch": _COMPUTE,
     "Clients/Restore": _COMPUTE,
     "Clients/Borrow": _COMPUTE,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import structlog
 
@@ -188,6 +189,13 @@ class AdapterRequests:
     ) -> AdmissionAnswer:
         """Hold adapters for a tenant, or queue for them. Raises UnknownAdapterError, and what `check` does."""
         return self._admission.acquire(self._clients.renew(proof), names, ticket, tenant, weight, check, pace)
+
+    @contextmanager
+    def together(self, proof: Proof) -> Iterator[None]:
+        """Make the calls of the block as one: no other client's comes between them."""
+        self._clients.renew(proof)
+        with self._admission.queue.updates.together():
+            yield
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """Wait as AdmissionService does; answer at once while `max_waiters` clients wait already."""

@@ -50,9 +50,9 @@ class Kept:
             if len(self.gone) > MOST_GONE:
                 del self.gone[next(iter(self.gone))]
             self.active.discard(command.drop)
-        elif kind == "active":
-            known = set() if command.active.anew else self.active - set(command.active.fewer)
-            self.active = known | set(command.active.more)
+        elif kind == "uses" and command.uses.HasField("active"):
+            active = command.uses.active
+            self.active = (set() if active.anew else self.active - set(active.fewer)) | set(active.more)
         elif kind == "refused":
             self.refused = command.refused
         elif kind == "grant":

@@ -65,12 +65,8 @@ class ShardCommands:
             self._store.adapters.drop(command.drop)
         elif kind == "prefetch":
             self._prefetch(command.prefetch)
-        elif kind == "active":
-            active = command.active
-            self._store.adapters.set_active(active.more, active.fewer, active.anew, dict(active.trace))
-            self._moved()
-        elif kind == "holds":
-            self._port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
+        elif kind == "uses":
+            self._use(command.uses)
         elif kind == "borrow":
             self._port.borrow(command.borrow.client, command.borrow.holder)
         elif kind == "place" and self._world is not None:
@@ -124,6 +120,14 @@ class ShardCommands:
         for need in asked.needs:
             self._store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + self._step_seconds)
         self._store.forget(asked.client, {need.handle for need in asked.needs})
+
+    def _use(self, uses: pb.Uses) -> None:
+        for one in uses.holds:
+            self._port.hold(one.client, one.more, one.fewer, one.anew)
+        if uses.HasField("active"):
+            active = uses.active
+            self._store.adapters.set_active(active.more, active.fewer, active.anew, dict(active.trace))
+            self._moved()
 
     def _grant(self, grant: pb.Grant) -> None:
         of_tenant = grant.tenant, grant.weight or 1.0

@@ -169,6 +169,8 @@ class ControllerStream:
 
     def _on_command(self, command: pb.ShardCommand, reports: _Reports) -> None:
         def done(error: LoraServerError | None = None) -> None:
+            if not command.id:
+                return
             report = pb.Done(command=command.id)
             if error is not None:
                 report.code, report.message = error.code, str(error)

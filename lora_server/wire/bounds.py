@@ -7,6 +7,7 @@ RPC.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ MAX_NUMBER = 1 << 63  # what a database takes, exclusive
 
 
 class Bound(NamedTuple):
-    """Bounds of one field. `length`: characters of a string, bytes of a `bytes`; `items`: of a repeated field."""
+    """Bounds of one field. `length`: characters of a string, bytes of a `bytes`; `items`: of a repeated field, added up
+    over all parts of a request."""
 
     length: int = 200
     items: int = 1024
@@ -41,6 +43,8 @@ BOUNDS = {  # by message and field
     "CancelRequest.tickets": TICKETS,
     "ReleaseRequest.handles": HANDLES,
     "RestoreRequest.handles": HANDLES,
+    "HoldEntry.request": Bound(length=64),
+    "HoldEntry.traceparent": Bound(length=64),
     "ReadRequest.name": Bound(length=255),  # a file's
     "Registration.gone": HANDLES,
     "Registration.active": Bound(items=1 << 18),
@@ -58,15 +62,21 @@ def fits(name: str) -> bool:
 def check(request: Message) -> None:
     """Raise ConfigError for the first field out of bounds: a text too long or with control characters, too many items,
     or a number that is not finite, or 2^63 and above."""
-    for field, value in request.ListFields():
-        where = f"{request.DESCRIPTOR.name}.{field.name}"
+    _check(request, Counter())
+
+
+def _check(message: Message, items: Counter[str]) -> None:
+    for field, value in message.ListFields():
+        where = f"{message.DESCRIPTOR.name}.{field.name}"
         bound = BOUNDS.get(where, DEFAULT)
         values = value if field.is_repeated else (value,)
-        if len(values) > bound.items:
-            raise ConfigError(f"{where}: got {len(values):,} items, expected at most {bound.items:,}; send fewer")
+        if field.is_repeated:
+            items[where] += len(values)
+            if items[where] > bound.items:
+                raise ConfigError(f"{where}: got {items[where]:,} items, expected at most {bound.items:,}; send fewer")
         if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             for one in values:
-                check(one)
+                _check(one, items)
         elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             _check_texts(where, bound, values)
         else:

@@ -402,6 +402,44 @@ class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class HoldRequest(_message.Message):
+    __slots__ = ("proof", "entries")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    proof: Proof
+    entries: _containers.RepeatedCompositeFieldContainer[HoldEntry]
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[HoldEntry, _Mapping]]] = ...) -> None: ...
+
+class HoldEntry(_message.Message):
+    __slots__ = ("release", "cancel", "acquire", "request", "traceparent")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    release: ReleaseRequest
+    cancel: CancelRequest
+    acquire: AcquireRequest
+    request: str
+    traceparent: str
+    def __init__(self, release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., request: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class HoldReply(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[HoldAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[HoldAnswer, _Mapping]]] = ...) -> None: ...
+
+class HoldAnswer(_message.Message):
+    __slots__ = ("acquired", "code", "message")
+    ACQUIRED_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    acquired: AcquireReply
+    code: str
+    message: str
+    def __init__(self, acquired: _Optional[_Union[AcquireReply, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
 class RestoreRequest(_message.Message):
     __slots__ = ("proof", "handles")
     PROOF_FIELD_NUMBER: _ClassVar[int]
@@ -903,6 +941,14 @@ class Holds(_message.Message):
     anew: bool
     def __init__(self, client: _Optional[int] = ..., more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ...) -> None: ...
 
+class Uses(_message.Message):
+    __slots__ = ("active", "holds")
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    active: Active
+    holds: _containers.RepeatedCompositeFieldContainer[Holds]
+    def __init__(self, active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Iterable[_Union[Holds, _Mapping]]] = ...) -> None: ...
+
 class Borrow(_message.Message):
     __slots__ = ("client", "holder")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
@@ -936,7 +982,7 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active", "holds", "borrow", "place", "bring", "stop", "challenge")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "borrow", "place", "bring", "stop", "challenge", "uses")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -948,13 +994,12 @@ class ShardCommand(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_FIELD_NUMBER: _ClassVar[int]
     BORROW_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     BRING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
     revoke: int
@@ -966,14 +1011,13 @@ class ShardCommand(_message.Message):
     refused: Refusals
     prefetch: Prefetch
     pin: int
-    active: Active
-    holds: Holds
     borrow: Borrow
     place: Place
     bring: int
     stop: bool
     challenge: ControllerChallenge
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., bring: _Optional[int] = ..., stop: bool = ..., challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ...) -> None: ...
+    uses: Uses
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., bring: _Optional[int] = ..., stop: bool = ..., challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., uses: _Optional[_Union[Uses, _Mapping]] = ...) -> None: ...
 
 class WhoIsRequest(_message.Message):
     __slots__ = ("token",)

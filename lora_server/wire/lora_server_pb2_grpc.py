@@ -449,6 +449,11 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/lora_server.v1.Clients/Hold',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.HoldRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.HoldReply.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/lora_server.v1.Clients/Prefetch',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.PrefetchRequest.SerializeToString,
@@ -520,6 +525,13 @@ class ClientsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Acquire, Release and Cancel in one call: entries take effect in their order, and each has an answer of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prefetch(self, request, context):
         """What a client's coming steps need, of what it holds; it takes the place of what was said before. A hint.
         """
@@ -585,6 +597,11 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.HoldRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.HoldReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -796,6 +813,33 @@ class Clients(object):
             '/lora_server.v1.Clients/Release',
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Hold',
+            lora__server_dot_wire_dot_lora__server__pb2.HoldRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Store, Tenant
 from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.rpc.calls import Refusals
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService
 from lora_server.demo.engine import generate
@@ -125,7 +126,8 @@ class Tenants(Server):
         self.gate = Gate(self.database)
         self.controller.adapters.rollout.allowed = Allowed((str(directory),))
         scopes = Scopes(self.controller, self.gate)
-        self.catalogue, self.clients = AdaptersService(self.controller, scopes), ClientsService(self.controller, scopes)
+        self.catalogue = AdaptersService(self.controller, scopes)
+        self.clients = ClientsService(self.controller, scopes, Refusals())
         self.limit()
         for name, path in self.paths.items():
             shutil.copytree(path, directory / "acme" / name)

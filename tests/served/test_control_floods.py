@@ -394,6 +394,7 @@ def test_a_lease_is_spoken_for_only_by_its_holder(server):
             (clients.Await, signed(pb.AwaitRequest(tickets=[1]), forged)),
             (clients.Cancel, signed(pb.CancelRequest(tickets=[1]), forged)),
             (clients.Release, signed(pb.ReleaseRequest(handles=[1]), forged)),
+            (clients.Hold, signed(pb.HoldRequest(entries=[pb.HoldEntry()]), forged)),
             (clients.Prefetch, signed(pb.PrefetchRequest(), forged)),
             (clients.Restore, signed(pb.RestoreRequest(), forged)),
             (clients.World, signed(pb.WorldRequest(), forged)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
@@ -12,7 +13,7 @@ from lora_server.adapters import Adapter
 from lora_server.adapters.refusal import shown
 from lora_server.errors import AdapterFormatError
 from lora_server.registry.versions import Version
-from lora_server.spec import Invocation, Site
+from lora_server.spec import PROJECTIONS, Invocation, Site
 
 FIRST_HANDLE = (1 << 16) + 1  # a shard's kernel takes one as 16 bits of index, and a generation from 1 on
 # names stand in URLs, logs and metrics: nothing that only looks like another, and no steps of a path
@@ -42,6 +43,11 @@ class Record:
     found: str = ""
     pinned: bool = False
     of_directory: bool = False
+
+    @cached_property
+    def site_codes(self) -> tuple[int, ...]:
+        """The sites as a client is told of them, see HeldAdapter of the proto."""
+        return tuple(site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection) for site in self.sites)
 
     def encode(self) -> bytes:
         """Serialize it, for a shard or the ledger to keep."""

@@ -17,24 +17,39 @@ class PoolCapacity:
         self.active: set[int] = set()  # handles that have a place: in use, or pinned
         self.pinned: frozenset[int] = frozenset()
         self.in_use: Set[int] = set()
+        self._pins: set[int] = set()  # that changed since `set_in_use`
         self._used: Counter[int] = Counter()  # by shard, of the active
         self._summed = 0  # the sizes' `changes` when these were added up
 
-    def set_in_use(self, in_use: Set[int]) -> tuple[set[int], set[int]]:
-        """Give these adapters and the pinned ones a place; return the handles that gained one, and that lost it."""
-        self.in_use, active = in_use, in_use | self.pinned
-        more, fewer = set(active - self.active), set(self.active - active)
+    def set_in_use(self, in_use: Set[int], moved: Set[int]) -> tuple[set[int], set[int]]:
+        """Give the adapters in use and the pinned ones a place; return the handles that gained one, and that lost it.
+
+        `moved`: those that came into use, or went out of it, since the last call.
+        """
+        self.in_use = in_use
+        moved, self._pins = moved | self._pins, set()
+        entitled = {handle for handle in moved if handle in in_use or handle in self.pinned}
+        more, fewer = entitled - self.active, {handle for handle in moved - entitled if handle in self.active}
+        self._change(more, fewer)
+        return more, fewer
+
+    def set_pinned(self, pinned: frozenset[int]) -> None:
+        """Set which adapters are pinned; `set_in_use` gives them a place."""
+        self._pins |= pinned ^ self.pinned
+        self.pinned = pinned
+
+    def _change(self, more: Set[int], fewer: Set[int]) -> None:
         for handle in more:
             self._used.update(self.sizes.of(handle))
         for handle in fewer:
             self._used.subtract(self.sizes.of(handle))
-        self.active = (self.active | more) - fewer
-        return more, fewer
+        self.active |= more
+        self.active -= fewer
 
     def forget(self, handle: int) -> None:
         """Remove an adapter, while its sizes are still known."""
         self.pinned -= {handle}
-        self.set_in_use(self.in_use - {handle})
+        self._change(set(), self.active & {handle})
 
     def too_large(self, handles: Set[int]) -> str:
         """Return why these can never have places together; empty where they can."""
@@ -50,10 +65,10 @@ class PoolCapacity:
     def lacking(self, handles: Set[int], without: Set[int] = frozenset()) -> str:
         """Return why there is no place for these beside the active ones, or beside those that are left without some
         that are in use; empty where there is."""
-        in_use, gone = self.in_use - without, without - self.pinned
-        if self.most and len(in_use | handles) > self.most and not handles <= in_use:
+        in_use, gone = self.in_use - without if without else self.in_use, without - self.pinned
+        if self.most and len(in_use) + len(handles - in_use) > self.most and not handles <= in_use:
             return f"{len(in_use)} adapters are in use, and --max-active-adapters is {self.most}"
-        new = handles - (self.active - gone)
+        new = {handle for handle in handles if handle in gone or handle not in self.active}
         if not new:
             return ""
         self._add_up()

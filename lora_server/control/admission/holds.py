@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 
 class ClientHolds:
@@ -23,6 +23,8 @@ class ClientHolds:
         self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
         self._unknown: set[int] = set()
         self._presumed: set[int] = set()  # held when an earlier controller was last heard
+        self._in_use: set[int] = set()  # of both
+        self._moved: set[int] = set()  # into it, or out of it, since `in_use`
         self._lock = threading.RLock()
 
     def acquire(self, client: int, handles: Iterable[int]) -> set[int]:
@@ -31,6 +33,9 @@ class ClientHolds:
         with self._lock:
             for handle in handles:
                 holders = self._holders.setdefault(handle, Counter())
+                if not holders:
+                    self._in_use.add(handle)
+                    self._moved.add(handle)
                 if client not in holders:
                     more.add(handle)
                 holders[client] += 1
@@ -43,22 +48,22 @@ class ClientHolds:
         with self._lock:
             for handle in handles:
                 holders = self._holders.get(handle)
-                if holders is not None and holders[client] > 0:
-                    holders[client] -= 1
-                    self._changed(handle, -1)
-                    if not holders[client]:
-                        fewer.add(handle)
-                    self._trim(handle)
+                if holders is None or client not in holders:
+                    continue
+                holders[client] -= 1
+                self._changed(handle, -1)
+                if not holders[client]:
+                    fewer.add(handle)
+                    self._end(handle, client)
         return fewer
 
     def forget_client(self, client: int) -> None:
         """Remove a client that is gone."""
         with self._lock:
             self._unknown.discard(client)
-            for handle, holders in list(self._holders.items()):
-                if times := holders.pop(client, 0):
-                    self._changed(handle, -times)
-                self._trim(handle)
+            for handle in self.of(client):
+                self._changed(handle, -self._holders[handle][client])
+                self._end(handle, client)
 
     # -- after a restart of the controller
 
@@ -71,6 +76,8 @@ class ClientHolds:
         """Count these as in use until all clients of the earlier controller have said what they hold."""
         with self._lock:
             self._presumed.update(handles)
+            self._in_use |= self._presumed
+            self._moved |= self._presumed
 
     def is_unknown(self, client: int) -> bool:
         """Return whether a client still has to say what it holds."""
@@ -81,10 +88,7 @@ class ClientHolds:
         with self._lock:
             self._unknown.discard(client)
             for handle, times in Counter(handles).items():
-                holders = self._holders.setdefault(handle, Counter())
-                if times > holders[client]:
-                    self._changed(handle, times - holders[client])
-                holders[client] = max(holders[client], times)
+                self.acquire(client, [handle] * (times - self.by_client(handle)[client]))
 
     # -- queries
 
@@ -93,12 +97,16 @@ class ClientHolds:
         with self._lock:
             return set(self._holders)
 
-    def in_use(self) -> set[int]:
-        """Return all that a client holds or may hold; a presumption ends once every client has spoken."""
+    def in_use(self) -> tuple[Set[int], set[int]]:
+        """Return all that a client holds or may hold, in a set that changes with the holds, and what came into it or
+        left it since the last call. A presumption ends once every client has spoken."""
         with self._lock:
-            if not self._unknown:
-                self._presumed.clear()
-            return set(self._holders) | self._presumed
+            if self._presumed and not self._unknown:
+                self._in_use -= self._presumed - self._holders.keys()
+                self._moved |= self._presumed
+                self._presumed = set()
+            moved, self._moved = self._moved, set()
+            return self._in_use, moved
 
     def any_unknown(self) -> bool:
         """Return whether a client still has to say what it holds."""
@@ -119,9 +127,12 @@ class ClientHolds:
         with self._lock:
             return {client for holders in self._holders.values() for client in holders}
 
-    def _trim(self, handle: int) -> None:
-        held = +self._holders[handle]
-        if held:
-            self._holders[handle] = held
-        else:
+    def _end(self, handle: int, client: int) -> None:
+        """Remove a client from an adapter's holders."""
+        holders = self._holders[handle]
+        del holders[client]
+        if not holders:
             del self._holders[handle]
+            if handle not in self._presumed:
+                self._in_use.discard(handle)
+                self._moved.add(handle)

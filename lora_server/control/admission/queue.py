@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,9 +24,9 @@ from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.tickets import Ticket, TicketKey, TicketTable
+from lora_server.control.admission.updates import HoldUpdates
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
 from lora_server.histogram import Histogram
-from lora_server.wire import lora_server_pb2 as pb
 
 
 class QueuePosition(NamedTuple):
@@ -57,14 +58,14 @@ class AdmissionCounters:
 class AdmissionQueue:
     """Admits tickets by the rule above. Not thread-safe: `AdmissionService` has the lock.
 
-    `resolve` returns the handles of names, or raises why there are none. `send` sends commands to the shards before a
-    client is answered: which adapters are active, and held by it.
+    `resolve` returns the handles of names, or raises why there are none. `updates` tells the shards, before a client is
+    answered, which adapters are active, and held by it.
     """
 
     resolve: Callable[[Sequence[str]], list[int]]
     capacity: PoolCapacity = field(default_factory=PoolCapacity)
     holds: ClientHolds = field(default_factory=ClientHolds)
-    send: Callable[[pb.ShardCommand], object] = lambda command: None
+    updates: HoldUpdates = field(default_factory=lambda: HoldUpdates(lambda command: None, nullcontext()))
     clock: Callable[[], float] = time.monotonic
     order: AdmissionOrder = field(default_factory=AdmissionOrder)
     counters: AdmissionCounters = field(default_factory=AdmissionCounters)
@@ -144,19 +145,19 @@ class AdmissionQueue:
         return list(holders)
 
     def _release(self, client: int, handles: Iterable[int]) -> None:
-        if fewer := self.holds.release(client, handles):
-            self.send(pb.ShardCommand(holds=pb.Holds(client=client, fewer=fewer)))
+        self.updates.held(client, fewer=self.holds.release(client, handles))
 
     def forget_client(self, client: int) -> None:
         """Remove a client that is gone, with all that it held or waited for."""
         self.tickets.forget_client(client)
         self.holds.forget_client(client)
+        self.updates.forget_client(client)
         self.admit()
 
     def restore(self, client: int, handles: Iterable[int]) -> None:
         """Take what a client held under an earlier controller."""
         self.holds.restore(client, handles)
-        self.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client), anew=True)))
+        self.updates.restored(client, self.holds.of(client))
         self.admit()
 
     # -- the queue
@@ -164,10 +165,8 @@ class AdmissionQueue:
     def admit(self) -> None:
         """Admit every queued ticket that the rule allows now. Call it whenever capacity may have become free."""
         self.update()
-        if self.paused:
-            return
         now, first, drained = self.clock(), None, frozenset[int]()
-        for key, ticket in self.order.sort(self.tickets.waiting):
+        for key, ticket in [] if self.paused else self.order.sort(self.tickets.waiting):
             try:
                 handles = self._resolve(ticket)
             except LoraServerError as error:
@@ -184,6 +183,7 @@ class AdmissionQueue:
                 drained = self.order.drained_for(ticket, wanted, now, capacity, self.holds)
         if not self.tickets.waiting:
             self.order.clear()
+        self.updates.flush()
 
     def answer(self, failed: Mapping[int, LoraServerError]) -> bool:
         """Answer the tickets whose adapters are loaded, or in `failed`; these hold nothing. Return whether any was."""
@@ -197,6 +197,7 @@ class AdmissionQueue:
                 continue
             del self.tickets.loading[key]
             any_answered = True
+        self.updates.flush()
         return any_answered
 
     def _resolve(self, ticket: Ticket) -> list[int]:
@@ -217,8 +218,7 @@ class AdmissionQueue:
         hits = sum(map(self.loads.is_resident, handles))
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
-        if more := self.holds.acquire(key[0], handles):
-            self.send(pb.ShardCommand(holds=pb.Holds(client=key[0], more=more)))
+        self.updates.held(key[0], more=self.holds.acquire(key[0], handles))
         if ticket.waited:
             self.counters.queued += 1
             self.counters.waits.add(int((now - ticket.since) * 1e9))
@@ -228,10 +228,9 @@ class AdmissionQueue:
         self.update(ticket.trace)
 
     def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:
-        """Tell shards which adapters became active or inactive. `trace` is that of the request that caused it."""
-        more, fewer = self.capacity.set_in_use(self.holds.in_use())
-        if more or fewer:
-            self.send(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer, trace=trace)))
+        """Note which adapters became active or inactive. `trace` is that of the request that caused it."""
+        more, fewer = self.capacity.set_in_use(*self.holds.in_use())
+        self.updates.active(more, fewer, trace)
 
     def _position(self, key: TicketKey, ticket: Ticket) -> QueuePosition:
         position = [other for other, _ in self.order.sort(self.tickets.waiting)].index(key) + 1

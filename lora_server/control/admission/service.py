@@ -16,9 +16,11 @@ from lora_server.control.adapters.records import Record
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
+from lora_server.control.admission.names import NamesInUse
 from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue, QueuePosition
 from lora_server.control.admission.tally import Tally
+from lora_server.control.admission.updates import HoldUpdates
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
@@ -35,7 +37,7 @@ class AdmissionAnswer(NamedTuple):
     loading: float | None = None
 
 
-CheckInUse = Callable[[set[str]], None]  # of the names that clients hold, or wait for; raises
+CheckInUse = Callable[[set[str]], None]  # of a tenant's names that clients hold, and those that any waits for; raises
 log = structlog.get_logger()
 
 
@@ -57,18 +59,28 @@ class AdmissionService:
         """`most_active`: see PoolCapacity."""
         self._catalog, self._sync, self._clock = catalog, sync, clock
         self.tally = Tally(partial(name_of, catalog), clock.now)
-        self.holds = ClientHolds(self.tally.changed)
+        self._changed = threading.Condition(threading.RLock())  # holds, the queue, or what is held
+        self._names = NamesInUse(partial(name_of, catalog))
+
+        def changed(handle: int, more: int) -> None:
+            self.tally.changed(handle, more)
+            self._names.changed(handle, more)
+
+        def tell(command: pb.ShardCommand) -> None:
+            with sync.lock:
+                sync.shards.tell(command)
+
+        self.holds = ClientHolds(changed)
         self.queue = AdmissionQueue(
             self._resolve,
             PoolCapacity(most_active, sync.sizes),
             self.holds,
-            sync.broadcast,
+            HoldUpdates(tell, self._changed),
             clock=clock.now,
             order=AdmissionOrder(timings.first_in_queue),
             loads=TicketLoads(sync.residency.seconds_left, timings.loading),
         )
         self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
-        self._changed = threading.Condition(threading.RLock())  # holds, the queue, or what is held
 
     # -- clients
 
@@ -89,7 +101,8 @@ class AdmissionService:
         with self._changed:
             self._catalog.start.require_settled()
             if check is not None:
-                check(_names_in_use(self.queue, self._catalog))
+                waiting = (name for one in self.queue.tickets.waiting.values() for name in one.names)
+                check(self._names.of(tenant).union(waiting))  # what waits is held as soon as there is capacity
             for found in filter(None, map(self._catalog.find, set(names))):
                 residency = self._sync.residency
                 if residency.error(found.handle) or residency.failure(found.handle):  # its files may be readable by now
@@ -158,9 +171,12 @@ class AdmissionService:
         with self._changed:
             self.holds.presume(presumed)
             self.queue.update()
-            handle.commands.send(pb.ShardCommand(active=pb.Active(more=sorted(self.queue.capacity.active), anew=True)))
+            self.queue.updates.flush(now=True)
+            active = pb.Active(more=sorted(self.queue.capacity.active), anew=True)
+            handle.commands.tell(pb.ShardCommand(uses=pb.Uses(active=active)))
             for client in self.holds.clients():
-                handle.commands.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client))))
+                holds = pb.Holds(client=client, more=self.holds.of(client))
+                handle.commands.tell(pb.ShardCommand(uses=pb.Uses(holds=[holds])))
             self.admit()
 
     def admit(self, moved: Sequence[pb.Residency] = ()) -> None:
@@ -216,7 +232,7 @@ class AdmissionService:
         with self._changed:
             pinned, draining = self._catalog.marks()
             if pinned != self.queue.capacity.pinned:
-                self.queue.capacity.pinned = pinned
+                self.queue.capacity.set_pinned(pinned)
                 self.queue.admit()
             self._changed.notify_all()
             unknown = self.holds.any_unknown()
@@ -224,6 +240,7 @@ class AdmissionService:
                 held = unknown or self.holds.by_client(handle)
                 if not held or self._cut_off.get(handle, math.inf) <= self._clock.now():
                     self._cut_off.pop(handle, None)
+                    self.queue.updates.flush(now=True)  # no shard drops what it is told of afterwards
                     self._catalog.remove(handle)
                     self.queue.capacity.forget(handle)
                     self._sync.drop(handle)
@@ -232,9 +249,3 @@ class AdmissionService:
 
 def _records(catalog: AdapterCatalog, handles: Iterable[int]) -> list[Record]:
     return [record for handle in handles if (record := catalog.by_handle(handle)) is not None]
-
-
-def _names_in_use(queue: AdmissionQueue, catalog: AdapterCatalog) -> set[str]:
-    """Return all names that clients hold or wait for: what waits is held as soon as there is room."""
-    waiting = {name for ticket in queue.tickets.waiting.values() for name in ticket.names}
-    return waiting | {name for handle in queue.holds.handles() if (name := name_of(catalog, handle)) is not None}

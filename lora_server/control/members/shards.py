@@ -61,6 +61,10 @@ class CommandQueue:
             self._commands.put(command)
         return pending
 
+    def tell(self, command: pb.ShardCommand) -> None:
+        """Queue a command that has no outcome; shards may share the message."""
+        self._commands.put(command)
+
     def finish(self, done: pb.Done) -> None:
         """Complete the command that the shard reports as done."""
         with self._lock:
@@ -236,6 +240,11 @@ class ShardTable:
             own.CopyFrom(command)
             sent.append(handle.commands.send(own))
         return sent
+
+    def tell(self, command: pb.ShardCommand) -> None:
+        """Send every live shard a command that has no outcome."""
+        for handle in self.live().values():
+            handle.commands.tell(command)
 
 
 def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:

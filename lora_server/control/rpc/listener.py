@@ -22,7 +22,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
 from lora_server.control import caller
 from lora_server.control.connections import MAX_OF_A_HOST, ConnectionLimit, Peer
-from lora_server.control.rpc.calls import Calls
+from lora_server.control.rpc.calls import Calls, Refusals, cut, expected
 from lora_server.control.rpc.silence import SilentCalls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
 from lora_server.logs import bind_tenant
@@ -36,7 +36,6 @@ MAX_CALLS, MAX_CALLS_OF_A_CONNECTION = 8192, 256
 MAX_SILENT_CALLS = 1024  # calls that have not sent their first message yet
 START_SECONDS = 30.0
 CLOSE_SECONDS = 2.0  # on top of the time that running calls get
-MAX_ERROR_BYTES = 2500  # a byte takes up to three in HTTP/2's trailers, of which a client takes 8 KiB
 OPTIONS = (
     *KEEPALIVE,
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
@@ -187,11 +186,8 @@ class CallHandler:
                     await context.write(data)
                 else:
                     await self._stream(method, peer, context)
-            except LoraServerError as error:
-                await _abort(context, error, prove)
             except Exception as error:
-                log.exception("internal error in a call")
-                await _abort(context, LoraServerError(f"the server failed: {error!r:.200}; see its log"), prove)
+                await _abort(context, expected(error), prove)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -225,6 +221,7 @@ class Listener:
         address: str,
         services: dict[str, Service],
         gate: Gate,
+        refusals: Refusals,
         reflected: Sequence[str] = (),
         tls: grpc.ServerCredentials | None = None,
         timings: Timings = DEFAULTS,
@@ -237,7 +234,7 @@ class Listener:
         otherwise the port must be free."""
         self._timings, self._options = timings, (*OPTIONS, ("grpc.so_reuseport", int(held)))
         self._handler = CallHandler(gate, SilentCalls(timings.first_message, max_silent_calls))
-        self.calls = Calls()
+        self._calls = Calls(refusals)
         self._guard, self._ended = threading.Lock(), False
         started: Future[int] = Future()
         args = address, tls, services, reflected, max_strangers, started
@@ -287,7 +284,7 @@ class Listener:
             "grpc.server_handshake_timeout_ms": self._timings.handshake,
         }
         options = [*self._options, *((name, int(1000 * seconds)) for name, seconds in limits.items())]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self._calls])
         for service, of_service in services.items():
             short = service.rpartition(".")[2]
             handlers = {name: self._handler.serving(f"{short}/{name}", method) for name, method in of_service.items()}
@@ -335,10 +332,7 @@ def _parse(kind: type[_M], data: bytes) -> _M:
 async def _abort(
     context: Context, error: LoraServerError, prove: Callable[[bytes], tuple[tuple[str, str], ...]]
 ) -> NoReturn:
-    cut = str(error).encode(errors="replace")
-    if len(cut) > MAX_ERROR_BYTES:
-        cut = cut[:MAX_ERROR_BYTES] + b"..."
-    text = cut.decode(errors="ignore")
+    text = cut(str(error))
     await context.abort(status_of(error), text, ((CODE_KEY, error.code), *prove(proofs.refusal(error.code, text))))
     raise AssertionError("abort raises")
 

@@ -22,6 +22,7 @@ from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.controller import Controller
+from lora_server.control.rpc.calls import Refusals
 from lora_server.control.rpc.files import FilesService
 from lora_server.control.rpc.listener import (
     MAX_SILENT_CALLS,
@@ -135,7 +136,8 @@ class ControlServer:
         self._health = HealthService()
         gate = gate or Gate()
         scopes = Scopes(controller, gate, resolver)
-        adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes)
+        refusals = Refusals()
+        adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes, refusals)
         own = dict(
             [
                 _methods("Adapters", adapters, gate, adds, List=reads, Get=reads, Remove=changes, Unpin=changes),
@@ -153,8 +155,9 @@ class ControlServer:
         }
         own[_HEALTH] = {"Check": UnaryMethod(health_pb2.HealthCheckRequest, self._health.Check, reads)}
         timings = controller.timings
-        self._listener = Listener(address, own, gate, public, tls, timings, max_silent_calls, max_strangers, held)
-        self.port, self.refused = self._listener.port, self._listener.calls.refused
+        limits = max_silent_calls, max_strangers
+        self._listener = Listener(address, own, gate, refusals, public, tls, timings, *limits, held)
+        self.port, self.refused = self._listener.port, refusals.counts
 
     def stalled(self) -> float:
         """Return for how many seconds clients' heartbeats could not have run.

@@ -10,13 +10,14 @@ import structlog
 from grpc_health.v1 import health_pb2
 
 from lora_server.access.identity import Identity
-from lora_server.control.adapters.records import Record, record_of
+from lora_server.control.adapters.records import record_of
 from lora_server.control.controller import Controller
-from lora_server.control.reports.listing import adapter, invocation, page
+from lora_server.control.reports.listing import adapter, page
 from lora_server.control.reports.status import status
+from lora_server.control.rpc.calls import Refusals
+from lora_server.control.rpc.holds import HoldCalls
 from lora_server.control.rpc.scope import Scopes, cut_adapter, cut_page, cut_status
 from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError
-from lora_server.spec import PROJECTIONS
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import lend
 from lora_server.wire.terms import Proof
@@ -108,9 +109,9 @@ class AdaptersService:
 class ClientsService:
     """The RPCs of Clients, as the proto describes them. A lease is valid only with the token that it was made with."""
 
-    def __init__(self, controller: Controller, scopes: Scopes) -> None:
+    def __init__(self, controller: Controller, scopes: Scopes, refusals: Refusals) -> None:
         self._controller, self._clients, self._scopes = controller, controller.clients, scopes
-        self._requests = controller.requests
+        self._requests, self._holds = controller.requests, HoldCalls(controller.requests, scopes, refusals)
 
     def Join(self, request: pb.JoinRequest, who: Identity) -> pb.Lease:
         weight = self._scopes.gate.tenant(who.tenant).weight
@@ -157,33 +158,20 @@ class ClientsService:
         return pb.LeaveReply()
 
     def Acquire(self, request: pb.AcquireRequest, who: Identity) -> pb.AcquireReply:
-        proof, scope = self._own(request, who), self._scopes.of(who, request.on_behalf_of)
-        full = [scope.find(name) for name in request.names]
-        check = scope.check_acquire(full)
-        with scope.asking(request.names, full):
-            scope.bring(full)
-            tenant, pace = scope.tenant, request.pace_us * 1e-6 if request.HasField("pace_us") else None
-            answer = self._requests.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check, pace)
-        asked = dict(zip(full, request.names, strict=True))
-        held = [_held(record, asked.get(record.name, record.name)) for record in answer.records]
-        reply = pb.AcquireReply(adapters=held, loading=answer.loading is not None)
-        if answer.queued is not None:
-            reply.position, reply.reason = answer.queued
-        if answer.loading is not None and answer.loading < math.inf:
-            reply.expected_us = int(answer.loading * 1e6)
-        return reply
+        return self._holds.acquire(request, self._own(request, who), who)
 
     def Await(self, request: pb.AwaitRequest, who: Identity) -> pb.AwaitReply:
         waited = self._requests.wait_admitted(self._own(request, who), request.tickets, request.seconds)
         return pb.AwaitReply(tickets=waited)
 
     def Cancel(self, request: pb.CancelRequest, who: Identity) -> pb.CancelReply:
-        self._requests.cancel(self._own(request, who), request.tickets)
-        return pb.CancelReply()
+        return self._holds.cancel(request, self._own(request, who))
 
     def Release(self, request: pb.ReleaseRequest, who: Identity) -> pb.ReleaseReply:
-        self._requests.release(self._own(request, who), request.handles)
-        return pb.ReleaseReply()
+        return self._holds.release(request, self._own(request, who))
+
+    def Hold(self, request: pb.HoldRequest, who: Identity) -> pb.HoldReply:
+        return self._holds.hold(request.entries, self._own(request, who), who)
 
     def Prefetch(self, request: pb.PrefetchRequest, who: Identity) -> pb.PrefetchReply:
         self._requests.prefetch(self._own(request, who), {need.handle: need.in_us for need in request.needs})
@@ -223,17 +211,6 @@ def _drain_seconds(
     request: pb.RemoveAdapterRequest | pb.UpdateAdapterRequest | pb.RollbackAdapterRequest,
 ) -> float | None:
     return request.drain_seconds if request.HasField("drain_seconds") else None
-
-
-def _held(record: Record, asked: str) -> pb.HeldAdapter:
-    sites = [site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection) for site in record.sites]
-    return pb.HeldAdapter(
-        name=asked,
-        handle=record.handle,
-        sites=sites,
-        version=record.version,
-        invocation=invocation(record),
-    )
 
 
 class ServerService:

@@ -77,7 +77,7 @@ def test_a_caller_without_the_right_gets_nothing(gated, call):
 
 
 READS = ("Adapters/Get", "Adapters/List", "Server/Status", "Access/WhoIs", "Access/ListTokens", "Access/Audit")
-FORGED = ("Clients/Heartbeat", "Clients/Acquire", "Clients/Await", "Clients/Release", "Clients/Restore")
+FORGED = tuple(f"Clients/{name}" for name in ("Heartbeat", "Acquire", "Await", "Release", "Hold", "Restore"))
 
 
 @pytest.mark.parametrize("call", [*READS, *FORGED, "Clients/Join", "Adapters/Remove", "Adapters/Add", "Access/Share"])

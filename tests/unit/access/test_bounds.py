@@ -63,20 +63,22 @@ def put(message, field, values):
     return message
 
 
-def largest(kind, text="x", sign=1):
-    """The largest message of a kind that `check` passes; of a oneof, its last field. `sign` of its doubles."""
+def largest(kind, text="x", sign=1, times=1):
+    """The largest message of a kind that `check` passes `times` in one request; of a oneof, its last field. `sign` of
+    its doubles."""
     message = new(kind)
     for field in kind.fields:
         bound = bound_of(field)
+        items = bound.items // times if field.is_repeated else 1
         if field.message_type is not None:
-            value = largest(field.message_type, text, sign)
+            value = largest(field.message_type, text, sign, times * items)
         elif field.type == Field.TYPE_BYTES:
             value = b"x" * bound.length
         else:
             number = NUMBERS.get(field.cpp_type, (0,))[0]
             value = text * bound.length if field.type == Field.TYPE_STRING else number
             value = sign * value if field.type == Field.TYPE_DOUBLE else value
-        put(message, field, [value] * (bound.items if field.is_repeated else 1))
+        put(message, field, [value] * items)
     return message
 
 
@@ -215,6 +217,9 @@ def accepted(gated, adapter, call, proof):
             request.ClearField(field.name)
         elif field.name == "names":
             request.names[:] = [name] * len(request.names)
+        elif field.name == "entries":
+            for number, entry in enumerate(request.entries, start=1):
+                entry.acquire.on_behalf_of, entry.acquire.ticket = "", number
         elif field.name in values:
             setattr(request, field.name, values[field.name])
     proofs = [field for field in CALLS[call].input_type.fields if field.message_type is pb.Proof.DESCRIPTOR]
@@ -262,7 +267,7 @@ def test_a_shard_keeps_a_bounded_number_of_dropped_handles():
         memory.note(pb.ShardCommand(drop=handle))
     assert [*memory.gone] == [*range(11, MOST_GONE + 11)], "the last ones: the others were heard long ago"
     bounds.check(memory.sign(pb.Registration()))
-    memory.note(pb.ShardCommand(active=pb.Active(more=range(1 << 20))))
+    memory.note(pb.ShardCommand(uses=pb.Uses(active=pb.Active(more=range(1 << 20)))))
     bounds.check(memory.sign(pb.Registration()))
 
 

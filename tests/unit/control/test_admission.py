@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
+from lora_server.control.admission.updates import HoldUpdates
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -73,14 +74,15 @@ def test_admission_equals_the_model(seed):
     told, numbers = set(), iter(range(1, 10_000))
 
     def send(command):
-        if command.HasField("active"):
-            more, fewer = command.active.more, command.active.fewer
+        if command.uses.HasField("active"):
+            more, fewer = command.uses.active.more, command.uses.active.fewer
             assert not told & set(more) and set(fewer) <= told
             told.difference_update(fewer)
             told.update(more)
 
     room = PoolCapacity(model.most)
-    admission = AdmissionQueue(lambda names: [int(name) for name in names], room, send=send, clock=lambda: model.now)
+    updates = HoldUpdates(send, nullcontext())
+    admission = AdmissionQueue(lambda names: [*map(int, names)], room, updates=updates, clock=lambda: model.now)
     for shard in SHARDS:
         room.sizes.set_capacity(shard, 10)
         for handle in handles:

@@ -1,0 +1,37 @@
+"""The names of adapters that clients hold, by the first part of the name: a tenant's own begin with the tenant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+
+class NamesInUse:
+    """Follows the holds. Not thread-safe: `AdmissionService` has the lock."""
+
+    def __init__(self, name_of: Callable[[int], str | None]) -> None:
+        self._name_of = name_of
+        self._held: dict[int, tuple[str, int]] = {}  # handle -> name, holds
+        self._names: dict[str, Counter[str]] = {}  # first part -> name -> versions in use
+
+    def changed(self, handle: int, more: int) -> None:
+        """Count `more` holds of a version, or fewer."""
+        name, holds = self._held.get(handle) or (self._name_of(handle) or "", 0)
+        if holds + more > 0:
+            self._held[handle] = name, holds + more
+        else:
+            self._held.pop(handle, None)
+        if bool(holds) != (holds + more > 0):
+            self._move(name, -1 if holds else 1)
+
+    def _move(self, name: str, more: int) -> None:
+        names = self._names.setdefault(name.partition("/")[0], Counter())
+        names[name] += more
+        if not names[name]:
+            del names[name]
+        if not names:
+            del self._names[name.partition("/")[0]]
+
+    def of(self, tenant: str) -> set[str]:
+        """Return the names of a tenant's own adapters in use."""
+        return set(self._names.get(tenant, ()))
