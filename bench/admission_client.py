@@ -21,9 +21,11 @@ from pathlib import Path
 import msgspec
 
 from client_connector.serving.leases import AdapterLeases
+from client_connector.serving.request_state import Phase
 from client_connector.serving.settings import Settings
 
 STEP_SECONDS, MOST_SECONDS = 0.005, 1.0  # between two looks: while a request waits, and otherwise
+ANSWER_SECONDS = 2e-4  # between two looks for the server's first answer
 
 
 class Call(msgspec.Struct):
@@ -72,6 +74,9 @@ def work(
         key = str(call.index)
         seen[key] = Seen(call.index, now())
         state = leases.hold(key, call.name, None)
+        while state.phase is Phase.ASKING:
+            time.sleep(ANSWER_SECONDS)
+            state = leases.state(key) or state
         if state.failure is not None:
             seen[key].error = state.failure.message
         elif state.waits:

@@ -1,17 +1,13 @@
-"""A client's lease as the controller sees it: calls that prove it, and what it holds."""
+"""A client's calls to the controller, which prove its lease."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.errors import LoraServerError
 from lora_server.timings import Timings
-from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
@@ -68,82 +64,3 @@ class LeaseCalls:
     def close(self) -> None:
         """Close the channel; idempotent."""
         self._channel.close()
-
-
-class Holdings:
-    """Handles that a lease holds, and changes that the controller has not heard of. Thread-safe.
-
-    A controller that is away hears of releases and cancelled tickets later; one that was restarted is told everything
-    that is held.
-    """
-
-    def __init__(self, calls: LeaseCalls) -> None:
-        self._calls = calls
-        self._held: Counter[int] = Counter()  # handle -> times acquired and not released
-        self._unreleased: list[int] = []  # released while the controller was away
-        self._cancelled: list[int] = []  # tickets to cancel
-        self._settled: list[int] = []  # tickets that the controller may forget
-        self._lock = threading.Lock()  # these four
-        self._reporting = threading.Lock()  # one report at a time
-
-    def add(self, ticket: int, handles: Sequence[int]) -> None:
-        """Note a ticket's final answer; without handles it was refused."""
-        with self._lock:
-            self._held.update(handles)
-            self._settled.append(ticket)
-
-    def release(self, handles: Sequence[int]) -> None:
-        """Note handles to be released by the next report."""
-        with self._lock:
-            self._held.subtract(handles)
-            self._held = +self._held
-            self._unreleased += handles
-
-    def cancel(self, ticket: int) -> None:
-        """Note a ticket to be cancelled by the next report."""
-        with self._lock:
-            self._cancelled.append(ticket)
-
-    def beat(self, seconds: float) -> bool:
-        """Send a heartbeat; return whether the controller has forgotten the lease's holdings."""
-        settled = self._settled[: bounds.TICKETS.items]
-        reply = self._calls.call(self._calls.clients.Heartbeat, pb.HeartbeatRequest(settled=settled), seconds)
-        with self._lock:
-            del self._settled[: len(settled)]
-        return bool(reply.forgot)
-
-    def report(self, seconds: float, *, all_held: bool = False) -> None:
-        """Send what the controller has not heard; with `all_held` what is held, too."""
-        deadline = time.monotonic() + seconds
-        if not self._reporting.acquire(timeout=seconds):
-            raise ServerUnavailableError(f"server {self._calls.address}: an earlier call is not answered yet")
-        try:
-            self._report(deadline, all_held)
-        finally:
-            self._reporting.release()
-
-    def try_report(self, seconds: float) -> None:
-        """Report, or leave it to the next heartbeat if the controller is away."""
-        try:
-            self.report(seconds)
-        except LeaseError as error:
-            self._calls.lost = self._calls.lost or error
-        except LoraServerError:
-            return
-
-    def _report(self, deadline: float, all_held: bool) -> None:
-        calls = self._calls
-        with self._lock:
-            held, unreleased = list(self._held.elements()), [*self._unreleased]
-            cancelled = self._cancelled[: bounds.TICKETS.items]
-        if all_held:
-            calls.call(calls.clients.Restore, pb.RestoreRequest(handles=held), calls.within(deadline))
-        elif unreleased:
-            calls.call(calls.clients.Release, pb.ReleaseRequest(handles=unreleased), calls.within(deadline))
-        with self._lock:
-            del self._unreleased[: len(unreleased)]
-        if cancelled:
-            calls.call(calls.clients.Cancel, pb.CancelRequest(tickets=cancelled), calls.within(deadline))
-            with self._lock:
-                del self._cancelled[: len(cancelled)]
-                self._settled += cancelled

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -22,22 +21,21 @@ from client_connector.connect import (
     place_in_world,
     tell_far,
 )
-from client_connector.lease import Holdings, LeaseCalls
+from client_connector.holds import Answer, Holdings, HoldSender, LoadingAnswer, QueuedAnswer
+from client_connector.lease import LeaseCalls
 from client_connector.prefetch import PrefetchSender
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
 from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
-    AdapterNotLoadedError,
-    AdmissionError,
     LeaseError,
     LoraServerError,
     ServerUnavailableError,
     ShardUnavailableError,
 )
 from lora_server.placement import Layout
-from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
+from lora_server.spec import ModelSpec
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
 from lora_server.wire import bounds
@@ -49,33 +47,6 @@ from lora_server.wire.rpc import PendingCall
 from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
 
 JOIN_SECONDS = 30.0
-
-
-class QueuedAnswer(NamedTuple):
-    """A position in the server's queue; `held` is what a grant will give, unless the adapter is updated before."""
-
-    position: int  # from 1 on
-    reason: str
-    held: list[Held]
-
-    def refusal(self, names: Sequence[str]) -> AdmissionError:
-        """Explain to a caller that cannot wait longer."""
-        return AdmissionError(
-            f"adapters {list(names)}: still queued, at position {self.position}: {self.reason}; wait longer "
-            "(timeout_seconds), use fewer adapters at once, or start the server with a larger --device-pool"
-        )
-
-
-class LoadingAnswer(NamedTuple):
-    """The adapters have a place and are loading; `held` is what a grant will give."""
-
-    seconds: float | None  # expected until they are loaded; None: unknown
-    held: list[Held]
-
-    def refusal(self, names: Sequence[str]) -> AdapterNotLoadedError:
-        """Explain to a caller that cannot wait longer."""
-        expected = "" if self.seconds is None else f", for another {self.seconds:.2g} s as expected"
-        return AdapterNotLoadedError(f"adapters {list(names)}: still loading{expected}; wait longer (timeout_seconds)")
 
 
 class RemoteServer(Server):
@@ -131,7 +102,8 @@ class RemoteSession(Session):
         """Join once, by `deadline` (time.monotonic())."""
         self._server, self._timings = server, server.timings
         self.calls = LeaseCalls(server.address, server.credentials, server.timings)
-        self._holdings = Holdings(self.calls)
+        self._holdings = Holdings()
+        self._sender = HoldSender(self.calls, self._holdings, server.timings)
         self._prefetches = PrefetchSender(self.calls.clients.Prefetch)
         self._tickets = itertools.count(1)
         self._left = threading.Event()
@@ -185,8 +157,7 @@ class RemoteSession(Session):
     def _heartbeat(self, lease_seconds: float) -> None:
         while not self._left.wait(min(lease_seconds / 4, self._timings.heartbeat)):
             try:
-                forgot = self._holdings.beat(lease_seconds / 2)
-                self._holdings.report(self._timings.call, all_held=forgot)
+                self._sender.report(restores=self._holdings.beat(self.calls, lease_seconds / 2))
             except LeaseError as error:
                 self.calls.lost = error
                 return
@@ -224,25 +195,17 @@ class RemoteSession(Session):
         `on_behalf_of`: the tenant of the request. `pace`: a LoadingAnswer comes while they load for longer than these
         seconds; None: the answer is final once they have a place.
         """
+        seconds = self._timings.call if seconds is None else seconds
+        try:
+            return self.ask_soon(ticket, names, on_behalf_of, pace).result(seconds)
+        except TimeoutError:
+            raise ServerUnavailableError(f"server {self.calls.address}: no answer within {seconds:g} s") from None
+
+    def ask_soon(self, ticket: int, names: Sequence[str], on_behalf_of: str = "", pace: float | None = None) -> Answer:
+        """Ask as `ask` does, without waiting for the answer. The future's callbacks must not block."""
         pace_us = None if pace is None else round(pace * 1e6)
         request = pb.AcquireRequest(names=names, ticket=ticket, on_behalf_of=on_behalf_of, pace_us=pace_us)
-        try:
-            reply = self.calls.call(self.calls.clients.Acquire, request, seconds)
-        except LeaseError as error:
-            self.calls.lost = error
-            raise
-        except ServerUnavailableError:
-            raise
-        except LoraServerError:
-            self._holdings.add(ticket, ())
-            raise
-        held = [_held(one) for one in reply.adapters]
-        if reply.position:
-            return QueuedAnswer(reply.position, reply.reason, held)
-        if reply.loading:
-            return LoadingAnswer(reply.expected_us * 1e-6 if reply.HasField("expected_us") else None, held)
-        self._holdings.add(ticket, [one.handle for one in held])
-        return held
+        return self._sender.acquire(request)
 
     def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
         """Return the tickets that are answered, as soon as there is one; none after `seconds`, or sooner."""
@@ -258,11 +221,10 @@ class RemoteSession(Session):
         request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
         return self.calls.begin(self.calls.clients.Await, request)
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, ticket: int, *, waits: bool = True) -> None:
         """Cancel a ticket; a controller that is away hears of it later."""
-        if not self._left.is_set():
-            self._holdings.cancel(ticket)
-            self._holdings.try_report(self._timings.release)
+        self._holdings.cancel(ticket)
+        self._sender.report(seconds=self._timings.release if waits else 0.0)
 
     @property
     @override
@@ -276,11 +238,10 @@ class RemoteSession(Session):
         self.calls.call(self.calls.clients.Borrow, pb.BorrowRequest(holder=lender))
 
     @override
-    def release(self, handles: Sequence[int]) -> None:
+    def release(self, handles: Sequence[int], *, waits: bool = True) -> None:
         """Release handles; a controller that is away hears of it later. A lease that is gone holds nothing."""
-        if not self._left.is_set():
-            self._holdings.release(handles)
-            self._holdings.try_report(self._timings.release)
+        self._holdings.release(handles)
+        self._sender.report(seconds=self._timings.release if waits else 0.0)
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:
@@ -312,17 +273,6 @@ class RemoteSession(Session):
 
     def _close(self) -> None:
         self._left.set()
+        self._sender.close()
         self._prefetches.close()
         self.calls.close()
-
-
-def _held(one: pb.HeldAdapter) -> Held:
-    invocation = None
-    if one.HasField("invocation"):
-        invocation = Invocation(tuple(one.invocation.tokens), one.invocation.text)
-    return Held(one.name, one.handle, frozenset(_site(code) for code in one.sites), one.version, invocation)
-
-
-def _site(code: int) -> Site:
-    layer, projection = divmod(code, len(PROJECTIONS))
-    return Site(layer, PROJECTIONS[projection])

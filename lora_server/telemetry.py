@@ -11,7 +11,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -113,6 +113,30 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: str |
     tracer = provider.get_tracer("lora_server")
     with tracer.start_as_current_span(name, context=_context(parent), attributes=_ours(attributes)):
         yield
+
+
+@contextlib.contextmanager
+def begun(
+    name: str, parent: Mapping[str, str] | None = None, **attributes: str | float
+) -> Iterator[Callable[[BaseException | None], object]]:
+    """Begin a span, below `parent`, with the block; it ends, in any thread, with a call of what is yielded: with the
+    error if it failed."""
+    provider = _TRACES.provider
+    if provider is None:
+        yield lambda error: None
+        return
+    from opentelemetry.trace import Status, StatusCode, use_span
+
+    span = provider.get_tracer("lora_server").start_span(name, context=_context(parent), attributes=_ours(attributes))
+
+    def end(error: BaseException | None) -> None:
+        if error is not None:
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+        span.end()
+
+    with use_span(span):
+        yield end
 
 
 def record(name: str, began: float, parent: Mapping[str, str] | None = None, **attributes: str | float) -> None:

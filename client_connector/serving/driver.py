@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from client_connector.alora import invocation_start, tokens_of
-from client_connector.remote import LoadingAnswer, QueuedAnswer
+from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
 from client_connector.serving.lookahead import Lookahead
 from client_connector.serving.plan import Failure
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller
@@ -23,7 +24,8 @@ _EVENTS = {list: Event.GRANTED, QueuedAnswer: Event.NO_CAPACITY, LoadingAnswer: 
 class RequestDriver:
     """The actions of requests' state machines. Thread-safe.
 
-    One thread at a time asks the server for a given request: the poller while it waits, otherwise the engine's own.
+    One thread at a time asks the server for a given request: the poller while it waits, otherwise the engine's own,
+    which does not wait for the answer.
     """
 
     def __init__(self, session: SchedulerSession, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
@@ -41,7 +43,7 @@ class RequestDriver:
         with self._lock:
             request.state, actions, released = request.state.after(event, held=held, failure=failure, deadline=deadline)
             if released is not None and request.ticket is not None:
-                self._session.release(request.ticket.session, released.handle)
+                request.ticket.session.release([released.handle], waits=False)
             if Action.NEW_TICKET in actions:
                 request.ticket = None
         if Action.POLL in actions:
@@ -49,25 +51,58 @@ class RequestDriver:
         if Action.ANNOUNCE in actions and held is not None:
             self.lookahead.arrived(held.handle)
 
+    def begin(self, request: AdapterRequest, then: Callable[[BaseException | None], object] = lambda _: None) -> None:
+        """Ask the server without waiting: the request stays in ASKING until the answer is here. `then` is called after
+        that, with the error if it is one."""
+        try:
+            self._session.ask_soon(request).add_done_callback(partial(self._answered, request, then))
+        except LoraServerError as error:
+            self._fail_ask(request, error)
+            then(error)
+
+    def _answered(
+        self, request: AdapterRequest, then: Callable[[BaseException | None], object], answer: Answer
+    ) -> None:
+        error = answer.exception()
+        if error is None:
+            self._take(request, answer.result())
+        elif isinstance(error, LoraServerError):
+            self._fail_ask(request, error)
+        then(error)
+
+    def _fail_ask(self, request: AdapterRequest, error: LoraServerError) -> None:
+        if not isinstance(error, (LeaseError, ServerUnavailableError)):
+            self.refuse(request, Failure.of(error))
+            return
+        self._session.seek()
+        if request.ticket is not None:
+            request.ticket.session.cancel(request.ticket.number, waits=False)  # it may be granted
+        self.apply(request, Event.SERVER_AWAY)
+
     def ask(self, request: AdapterRequest) -> bool:
-        """Ask the server; return whether its answer is final. Raises the server's error about the adapter."""
+        """Ask the server and wait; return whether its answer is final. Raises the server's error about the adapter."""
         try:
             answer = self._session.ask(request)
         except (LeaseError, ServerUnavailableError):
             self.apply(request, Event.SERVER_AWAY)
             return False
+        return self._take(request, answer)
+
+    def _take(self, request: AdapterRequest, answer: list[Held] | QueuedAnswer | LoadingAnswer) -> bool:
+        """Take note of an answer; return whether it is final."""
         (held,) = answer if isinstance(answer, list) else answer.held
         self._identify(request, held)
         self.apply(request, _EVENTS[type(answer)], held)
         return isinstance(answer, list)
 
-    def resume(self, request: AdapterRequest) -> None:
-        """Ask for a request that holds nothing any more: it was preempted, or its lease is gone."""
+    def resume(self, request: AdapterRequest, *, waits: bool = False) -> None:
+        """Ask for a request that holds nothing any more: it was preempted, or its lease is gone. With `waits` wait for
+        the answer."""
         if request.state.phase is Phase.HELD and request.held_in(self._session.current) is None:
             self.apply(request, Event.LEASE_LOST)
         if request.state.phase is Phase.PAUSED:
             self.apply(request, Event.RESUMED)
-            self._ask_again(request)
+            (self._ask_again if waits else self.begin)(request)
 
     def refuse(self, request: AdapterRequest, failure: Failure) -> None:
         """Apply a failure outside a step; the policy decides whether the request ends or gets the base model."""

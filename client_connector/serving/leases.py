@@ -1,8 +1,8 @@
 """The scheduler's side: the adapters that requests hold, from before a request is queued until it ends.
 
-Asking talks to the server, in the thread that receives requests; releases, and waiting for capacity or for a server
-that is away, have threads of their own. None of them is on a step's path. Workers push the steps, under handles that
-they get with each step's plan.
+Asking and releasing do not wait: the session's own thread calls the server, with all that is wanted meanwhile. Waiting
+for capacity, or for a server that is away, has another thread. None of them is on a step's path. Workers push the
+steps, under handles that they get with each step's plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from client_connector.serving.request_state import Event, Phase, RequestState
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import Settings, tenant_and_name
 from lora_server import telemetry
-from lora_server.errors import LoraServerError
 
 
 class AdapterLeases:
@@ -41,18 +40,15 @@ class AdapterLeases:
     def hold(
         self, request_id: str, name: str, prompt: Sequence[int] | None, trace: Mapping[str, str] | None = None
     ) -> RequestState:
-        """Acquire and prefetch the adapter of a new request, or queue the request.
+        """Ask for the adapter of a new request, and prefetch it once it is held; does not wait for the answer.
 
-        A failure is in the state, for the scheduler to end the request with. `name` may have a tenant in front, see
-        settings.tenant_and_name; `trace`: headers of the request's span.
+        A failure is in the state then, for the scheduler to end the request with. `name` may have a tenant in front,
+        see settings.tenant_and_name; `trace`: headers of the request's span.
         """
         tenant, own = tenant_and_name(name)
         request = AdapterRequest(request_id, own, tenant, prompt, trace, pace=self.pace.of(len(prompt or ())))
-        try:
-            with telemetry.span("lora.acquire", trace, request=request_id, adapters=name):
-                self._driver.ask(request)
-        except LoraServerError as error:
-            self._driver.refuse(request, Failure.of(error))
+        with telemetry.begun("lora.acquire", trace, request=request_id, adapters=name) as end:
+            self._driver.begin(request, end)
         with self._lock:
             earlier = self._requests.get(request_id)  # of a streamed prompt's previous part
             self._requests[request_id] = request
@@ -106,8 +102,9 @@ class AdapterLeases:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that wait for capacity, for weights or for the server."""
-        return len(self._driver.poller)
+        """The number of requests that wait for capacity, for weights or for the server's answer."""
+        with self._lock:
+            return sum(request.state.is_undecided for request in self._requests.values())
 
     def close(self) -> None:
         """Leave the server; idempotent."""
@@ -130,7 +127,7 @@ class AdapterLeases:
         if requests:
             self._session.check()
         for request in requests.values():
-            self._driver.resume(request)
+            self._driver.resume(request, waits=True)
         session = self._session.current
         held = {name: one for name, request in requests.items() if (one := request.held_in(session)) is not None}
         rows = {name: Assigned(one.handle, requests[name].state.start) for name, one in held.items()}

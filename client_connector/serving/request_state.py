@@ -164,6 +164,11 @@ class RequestState:
         return self.held or self.loading
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether the server's final answer is outstanding."""
+        return self.phase in _ASKED
+
+    @property
     def is_ready(self) -> bool:
         """Whether the engine may schedule the request."""
         return self.phase in (Phase.HELD, Phase.BASE_MODEL)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 
 import structlog
 
 from client_connector.directory import AdapterDirectory
+from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
 from client_connector.reconnect import Reconnector, while_away
-from client_connector.remote import LoadingAnswer, QueuedAnswer, RemoteServer, RemoteSession
+from client_connector.remote import RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
 from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
@@ -46,8 +46,6 @@ class SchedulerSession:
         self._suspect = False  # a step failed: the lease may be gone
         self._reconnector = Reconnector(self._rejoin, "scheduler")
         self._directory = AdapterDirectory(settings.address, timings=settings.timings)
-        self._releases: queue.SimpleQueue[tuple[RemoteSession, int] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
 
     def _hidden(self) -> str:
         names, hidden = list(self._settings.served_names), list(self.current.terms.hidden_adapters)
@@ -75,23 +73,23 @@ class SchedulerSession:
             return self._ask_once(request)
 
     def _ask_once(self, request: AdapterRequest) -> list[Held] | QueuedAnswer | LoadingAnswer:
+        session, number = self._ticket(request)
+        with structlog.contextvars.bound_contextvars(request=request.request_id):
+            return session.ask(number, [request.name], on_behalf_of=request.tenant, pace=request.pace)
+
+    def ask_soon(self, request: AdapterRequest) -> Answer:
+        """Ask as `ask` does, but without waiting, for the answer or for a server that is away."""
+        if self._is_lost():
+            raise self.away_error()
+        session, number = self._ticket(request)
+        with structlog.contextvars.bound_contextvars(request=request.request_id):
+            return session.ask_soon(number, [request.name], request.tenant, request.pace)
+
+    def _ticket(self, request: AdapterRequest) -> AdmissionTicket:
         session = self.current
         if request.ticket is None or request.ticket.session is not session:
             request.ticket = AdmissionTicket(session, session.ticket())
-        with structlog.contextvars.bound_contextvars(request=request.request_id):
-            return session.ask(request.ticket.number, [request.name], on_behalf_of=request.tenant, pace=request.pace)
-
-    def release(self, session: RemoteSession, handle: int) -> None:
-        """Release a handle of a session; another thread calls the server."""
-        self._releases.put((session, handle))
-
-    def _release_loop(self) -> None:
-        while (release := self._releases.get()) is not None:
-            session, handle = release
-            try:
-                session.release([handle])
-            except LoraServerError as error:
-                log.warning("adapter not released", handle=handle, error=str(error))
+        return request.ticket
 
     # -- the lease
 
@@ -108,8 +106,12 @@ class SchedulerSession:
                 self.current.acquire([], time.monotonic() + CHECK_SECONDS)
                 self._suspect = False
             except (LeaseError, ServerUnavailableError):
-                with contextlib.suppress(LoraServerError):  # requests that ask get the reason
-                    self._reconnector.wait(0.0)
+                self.seek()
+
+    def seek(self) -> None:
+        """Start joining the server again, unless that runs."""
+        with contextlib.suppress(LoraServerError):  # requests that ask get the reason
+            self._reconnector.wait(0.0)
 
     def is_up(self) -> bool:
         """Return whether the server answers and all its shards are up."""
@@ -150,6 +152,5 @@ class SchedulerSession:
         """Leave the server; idempotent."""
         self._reconnector.close()
         self._directory.close()
-        self._releases.put(None)
         with self._calls:
             self.current.leave()

@@ -12,8 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from client_connector.holds import QueuedAnswer
 from client_connector.reconnect import while_away
-from client_connector.remote import QueuedAnswer, RemoteServer
+from client_connector.remote import RemoteServer
+from client_connector.serving.leases import AdapterLeases
+from client_connector.serving.request_state import Phase
+from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterLoadError, AdmissionError, ServerUnavailableError
@@ -100,6 +104,28 @@ def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
         engine.kill()
         engine.communicate(timeout=HANG_SECONDS)
         session.leave()
+
+
+def test_a_request_that_ends_before_its_answer_holds_nothing(crowded):
+    """An engine does not wait for the answer: the request is in ASKING until it comes."""
+    _, server, largest = crowded
+    until(lambda: status(server.address).ready, "its controller is up")
+    leases, controller = AdapterLeases(Settings(server.address), lambda text: ()), status(server.address).pid
+    try:
+        os.kill(controller, signal.SIGSTOP)
+        try:
+            states = [leases.hold(request, largest[0], ()) for request in ("ended", "goes on")]
+            assert [one.phase for one in states] == [Phase.ASKING] * 2 and not leases.is_ready("goes on")
+            assert leases.num_waiting == 2
+            leases.release("ended")
+        finally:
+            os.kill(controller, signal.SIGCONT)
+        until(lambda: leases.is_ready("goes on"), "its answer")
+        until(lambda: serving.listed(server.address)[largest[0]].holders == 1, "the other's hold is released")
+        leases.release("goes on")
+        until(lambda: not status(server.address).active, "the last one's")
+    finally:
+        leases.close()
 
 
 def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(load, tmp_path):

@@ -184,7 +184,7 @@ def test_the_first_request_after_a_long_outage_is_served(load, tmp_path):
 
     def failure(request):
         leases.hold(request, name, ())
-        until(lambda: not leases.state(request).waits, "it is answered")
+        until(lambda: not leases.state(request).is_undecided, "it is answered")
         failure = leases.state(request).failure
         leases.release(request)
         return failure

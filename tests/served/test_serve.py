@@ -315,7 +315,7 @@ def test_a_server_that_comes_back_with_such_an_adapter_is_logged_as_an_error(loa
     again = flags(load, "--listen", first.address)
     with running_server(tmp_path / "second", again) as second, capture_logs() as lines:
         leases.hold("r", "experts", ())
-        until(lambda: not leases.state("r").waits, "it has joined again")
+        until(lambda: not leases.state("r").is_undecided, "it has joined again")
         assert leases.state("r").held is not None
         (said,) = [line["error"] for line in lines if line["log_level"] == "error"]
         assert "['fused'] are adapters of the server" in said

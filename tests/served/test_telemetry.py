@@ -157,8 +157,11 @@ def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     leases = AdapterLeases(Settings(server.address), lambda text: ())
     try:
-        assert leases.hold("cmpl-1", "qv", (), headers).failure is None
-        assert leases.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
+        for request, name in (("cmpl-1", "qv"), ("cmpl-2", "nobody")):
+            leases.hold(request, name, (), headers)
+            until(lambda request=request: not leases.state(request).is_undecided, "the server's answer")
+        assert leases.state("cmpl-1").failure is None
+        assert leases.state("cmpl-2").failure.code == "unknown_adapter"
         leases.release("cmpl-1"), leases.release("cmpl-2")
     finally:
         leases.close()

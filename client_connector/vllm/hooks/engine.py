@@ -86,7 +86,8 @@ def _leases(scheduler: Any) -> AdapterLeases | None:
 
 @ours(lambda core: _leases(core.scheduler))
 def _preprocess_add_request(original: Any, leases: AdapterLeases, self: Any, request: Any) -> Any:
-    """Acquire in the thread that receives requests, before KV blocks are hashed under the adapter's version."""
+    """Ask for the adapter in the thread that receives requests. KV blocks are hashed under the version that the front
+    end knows, until the answer says which it is."""
     asked = request.lora_request
     if asked is not None:
         state = leases.hold(request.request_id, asked.lora_name, request.prompt_token_ids, request.trace_headers)
@@ -98,7 +99,9 @@ def _identified(asked: Any, state: RequestState) -> Any:
     """Name the adapter's version and where it begins to act: KV blocks are hashed under that."""
     if state.falls_back:
         return None
-    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{KEY}:{asked.lora_name}@{state.version}#{state.start}")
+    known = f"{KEY}:{asked.lora_name}@"
+    version = state.version or asked.lora_path.removeprefix(known).partition("#")[0]
+    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{known}{version}#{state.start}")
 
 
 def start_in(lora_path: str) -> int:
