@@ -33,9 +33,9 @@ POOL = "1MiB"
 PATIENCE = 600.0
 
 
-def make(root: Path, count: int) -> torch.nn.Module:
+def make(root: Path, count: int, lora_rank: int = 4, targets: str = "all") -> torch.nn.Module:
     """Make a tiny model, and `count` adapters that are hard links to a few contents."""
-    contents = {f"content-{seed}": {"lora_rank": 4, "targets": "all"} for seed in range(min(CONTENTS, count))}
+    contents = {f"content-{seed}": {"lora_rank": lora_rank, "targets": targets} for seed in range(min(CONTENTS, count))}
     model = harness.make(root, "mixtral", contents)
     (root / "adapters").rename(root / "contents")
     for number in range(count):
