@@ -23,6 +23,7 @@ BENCHES = {
     "step_costs": ["--rounds", "2", "--json"],
     "tls": ["--rounds", "10", "--json"],
     "transport": ["--rounds", "20", "--json"],
+    "cold_neighbour": ["--rounds", "1", "--remote-rounds", "0", "--json"],
     "turns": ["--rounds", "3", "--json"],
 }
 NOT_HERE = {"alora", "paper_figures"}  # it needs vLLM; a script

@@ -1,0 +1,68 @@
+"""The thread that asks for waiting requests again, against a real controller."""
+
+import contextlib
+import time
+
+import pytest
+
+from client_connector.remote import LoadingAnswer, RemoteServer
+from client_connector.serving.poller import AdapterRequest, AdmissionPoller, AdmissionTicket
+from client_connector.serving.request_state import Event
+from lora_server.access.identity import Role
+from lora_server.timings import Timings
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.credentials import Credentials
+from tests.support.controllers import make_controller, moved
+from tests.support.gated import Gated
+from tests.support.serving import HANG_SECONDS, until
+
+LONG = Timings(await_call=HANG_SECONDS, queue_wait=HANG_SECONDS, call=2 * HANG_SECONDS)
+
+
+@pytest.fixture
+def joined(tmp_path):
+    """A controller whose Await calls last until they are answered, and a session of an engine."""
+    with contextlib.ExitStack() as stack:
+        gated = Gated(tmp_path, stack, controller=make_controller(settled=False, timings=LONG))
+        credentials = Credentials(token=gated.tokens["", Role.ENGINE])
+        session = RemoteServer(gated.address, links=False, credentials=credentials, timings=LONG).join(HANG_SECONDS)
+        stack.callback(session.leave)
+        yield gated, session
+
+
+def report(gated, name, layers):
+    moved(gated.controller, gated.shard.handle, [pb.Residency(handle=gated.handles[name], layers=layers)])
+
+
+def loading(gated, session, name):
+    """A request whose adapter is loading, as the driver hands it to the poller."""
+    report(gated, name, 0)
+    request = AdapterRequest(name, name, ticket=AdmissionTicket(session, session.ticket()))
+    answer = session.ask(request.ticket.number, [name], pace=0.0)
+    assert isinstance(answer, LoadingAnswer) and answer.seconds is None
+    request.state = request.state.after(Event.NO_WEIGHTS, held=answer.held[0]).state
+    return request
+
+
+def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined):
+    gated, session = joined
+    answered, began = [], time.monotonic()
+
+    def ask(request):
+        (held,) = session.ask(request.ticket.number, [request.name])
+        request.state = request.state.after(Event.GRANTED, held=held).state
+        answered.append(request.name)
+        return True
+
+    poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)
+    try:
+        poller.add(loading(gated, session, "law"))
+        until(lambda: poller._wait is not None, "it waits for the first")
+        poller.add(loading(gated, session, "org/art"))
+        report(gated, "org/art", gated.controller.agreement.spec.layers)
+        until(lambda: answered == ["org/art"], "the second is answered", HANG_SECONDS / 2)
+        report(gated, "law", gated.controller.agreement.spec.layers)
+        until(lambda: answered == ["org/art", "law"] and not len(poller), "and the first", HANG_SECONDS / 2)
+        assert time.monotonic() - began < HANG_SECONDS
+    finally:
+        poller.close()
