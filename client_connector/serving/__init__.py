@@ -10,6 +10,6 @@ launches        one site of one step                tables      what changes bet
 watchdog        watches shards while kernels wait
 linear          a dense site                        experts     the two expert sites of a layer
 lookup          names of adapters                   http        errors as answers, Retry-After
-pace            how long the next pass takes
+pace            how long the next pass takes        waits       how long a request waited, and for what
 tenants         middleware for many tenants
 """

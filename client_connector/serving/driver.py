@@ -41,7 +41,10 @@ class RequestDriver:
         """Change a request's state, and do what the state machine says; never blocks."""
         deadline = time.monotonic() + self._policy.seconds
         with self._lock:
-            request.state, actions, released = request.state.after(event, held=held, failure=failure, deadline=deadline)
+            before = request.state
+            request.state, actions, released = before.after(event, held=held, failure=failure, deadline=deadline)
+            if request.state.phase is not before.phase:
+                request.waits.enter(request.state.phase)
             if released is not None and request.ticket is not None:
                 request.ticket.session.release([released.handle], waits=False)
             if Action.NEW_TICKET in actions:

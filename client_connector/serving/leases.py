@@ -65,7 +65,8 @@ class AdapterLeases:
         failure = request.state.failure
         self._driver.apply(request, Event.FINISHED)
         attributes = {"request": request_id, "adapters": request.name, "failure": failure.code if failure else ""}
-        telemetry.record("lora.generation", request.began, request.trace, **attributes)
+        waited = {f"wait_{stage}": seconds for stage, seconds in request.waits.seconds.items()}
+        telemetry.record("lora.generation", request.began, request.trace, **attributes, **waited)
 
     def pause(self, request_id: str) -> None:
         """Give the adapter of a preempted request back; it is acquired again when the request is scheduled again."""
@@ -131,6 +132,8 @@ class AdapterLeases:
         session = self._session.current
         held = {name: one for name, request in requests.items() if (one := request.held_in(session)) is not None}
         rows = {name: Assigned(one.handle, requests[name].state.start) for name, one in held.items()}
+        for name in rows:
+            requests[name].waits.scheduled()
         void = tuple(name for name in requests if name not in rows and requests[name].state.failure is None)
         known = self._known[1] if self._known[0] is session else frozenset()
         with self._lock:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from client_connector.remote import RemoteSession
 from client_connector.serving.request_state import Phase, RequestState
+from client_connector.serving.waits import RequestWaits
 from lora_server.errors import LoraServerError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -37,6 +38,7 @@ class AdapterRequest:
     began: float = field(default_factory=time.monotonic)
     state: RequestState = field(default_factory=RequestState)
     ticket: AdmissionTicket | None = None
+    waits: RequestWaits = field(default_factory=RequestWaits)
 
     def held_in(self, session: RemoteSession) -> Held | None:
         """Return the adapter that the request holds under the lease of this session."""

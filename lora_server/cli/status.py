@@ -57,6 +57,9 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     if reply.queued:
         text = f"{count(reply.queued)} requests wait for a place; adapters in use: {count(reply.active)}"
         terminal.say(console, text, "queued")
+    for row in reply.loading:
+        left = f"{row.expected_us * 1e-6:.1f} s left" if row.HasField("expected_us") else "no estimate yet"
+        terminal.say(console, f"{row.name}: {count(row.requests)} requests wait for it, {left}", "loading")
     if reply.reason:
         terminal.say(console, reply.reason, "reason")
     for one in reply.refused:

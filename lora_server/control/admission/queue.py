@@ -50,6 +50,7 @@ class AdmissionCounters:
     immediate: int = 0
     queued: int = 0  # admitted after they had waited
     waits: Histogram = field(default_factory=Histogram)  # seconds that queued tickets waited
+    loads: Histogram = field(default_factory=Histogram)  # seconds that admitted tickets waited for weights
     hits: int = 0  # adapters that were READY in all device pools when a client got them
     misses: int = 0
 
@@ -196,6 +197,7 @@ class AdmissionQueue:
             elif self.loads.is_awaited(ticket):
                 continue
             del self.tickets.loading[key]
+            self.counters.loads.add(int((now - ticket.admitted) * 1e9))
             any_answered = True
         self.updates.flush()
         return any_answered

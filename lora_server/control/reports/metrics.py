@@ -132,17 +132,20 @@ def _durations(name: str, text: str, labels: Sequence[str], durations: Durations
 
 def _admission(queue: AdmissionQueue) -> Iterable[Metric]:
     counters = queue.counters
-    hits, misses, waits = counters.hits, counters.misses, counters.waits
+    hits, misses, waits, loads = counters.hits, counters.misses, counters.waits, counters.loads
     admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
     admitted.add_metric(["immediate"], counters.immediate)
     admitted.add_metric(["queued"], counters.queued)
     waited = "Time that queued requests waited until they were admitted"
+    loaded = "Time that admitted requests waited until their adapters were loaded"
     yield from (
         admitted,
         _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
+        _durations("lora_server_weights_wait_seconds", loaded, [], [([], loads.counts, loads.sum_ns)]),
         CounterMetricFamily("lora_server_adapter_hits", "Adapters that were whole in device pools when held", hits),
         CounterMetricFamily("lora_server_adapter_misses", "Adapters that were not", misses),
         GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", len(queue.tickets.waiting)),
+        GaugeMetricFamily("lora_server_weights_queue", "Requests that wait for weights", len(queue.tickets.loading)),
         GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(queue.capacity.active)),
     )
 

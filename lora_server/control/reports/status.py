@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 
+from lora_server.control.adapters.catalog import name_of
 from lora_server.control.controller import Controller
 from lora_server.control.reports.listing import refusal
 from lora_server.wire import lora_server_pb2 as pb
 
 MOST_REFUSED = 100  # the list of adapters has all of them
+MOST_LOADING = 100
 MOST_JOINED, MOST_HELD = 1000, 100  # clients, and names of each
 
 
@@ -29,11 +33,27 @@ def status(controller: Controller) -> pb.StatusReply:
         adapters=len(adapters.catalog.records()),
         active=len(queue.capacity.active),
         queued=len(queue.tickets.waiting),
+        num_loading=len(queue.tickets.loading),
+        loading=_loading(controller),
         pid=os.getpid(),
         run=controller.arrivals.run,
         shards=_shards(controller),
         joined=_joined(controller),
     )
+
+
+def _loading(controller: Controller) -> list[pb.LoadingStatus]:
+    adapters, rows = controller.adapters, []
+    tickets = list(adapters.admission.queue.tickets.loading.values())
+    requests = Counter(handle for ticket in tickets for handle in ticket.handles or ())
+    left = {handle: adapters.sync.residency.seconds_left(handle) for handle in requests}
+    for handle in sorted(requests, key=left.__getitem__)[:MOST_LOADING]:
+        if left[handle] and (name := name_of(adapters.catalog, handle)) is not None:
+            row = pb.LoadingStatus(name=name, requests=requests[handle])
+            if left[handle] < math.inf:
+                row.expected_us = int(left[handle] * 1e6)
+            rows.append(row)
+    return rows
 
 
 def _shards(controller: Controller) -> list[pb.ShardStatus]:

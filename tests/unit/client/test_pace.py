@@ -1,10 +1,12 @@
-"""How an engine's next pass is estimated from those before it."""
+"""How an engine's next pass is estimated from those before it, and what a request's waits add up to."""
 
 import random
 
 import pytest
 
 from client_connector.serving.pace import MARGIN, PassPace
+from client_connector.serving.request_state import Phase
+from client_connector.serving.waits import RequestWaits
 
 
 def paced(passes):
@@ -40,3 +42,15 @@ def test_a_pass_that_was_scheduled_early_counts_from_the_end_of_the_one_before()
 
 def test_a_faster_engine_is_noticed():
     assert paced([(8, 1.0)] * 100 + [(8, 0.02)] * 400).of(8) < MARGIN * 0.03
+
+
+def test_the_waits_of_a_request_are_told_apart_and_add_up():
+    clock = iter(range(0, 100, 1)).__next__
+    waits = RequestWaits(lambda: float(clock()))
+    for phase in (Phase.QUEUED, Phase.LOADING, Phase.AWAY, Phase.ASKING, Phase.LOADING, Phase.HELD):
+        waits.enter(phase)
+    waits.scheduled(), waits.scheduled()
+    assert waits.seconds == {"name": 3.0, "place": 1.0, "weights": 2.0, "engine": 1.0}
+    for phase in (Phase.PAUSED, Phase.ASKING, Phase.HELD, Phase.ENDED):
+        waits.enter(phase)
+    assert waits.seconds == {"name": 4.0, "place": 1.0, "weights": 2.0, "engine": 2.0}, "asked for again"

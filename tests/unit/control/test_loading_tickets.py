@@ -8,6 +8,7 @@ import pytest
 
 from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue
+from lora_server.control.reports.status import status
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.errors import AdapterFormatError, AdapterNotLoadedError, AdmissionError
 from lora_server.placement import Layout, Placement
@@ -117,12 +118,16 @@ def test_a_client_that_waits_is_woken_by_the_report_that_its_adapter_is_loaded(s
     tell(controller, shard, layers=1, expected_us=40_000)
     answer = requests.acquire(proof, ["law"], 1, pace=0.0)
     assert (answer.loading, answer.queued, [one.handle for one in answer.records]) == (0.04, None, [1])
+    told_so = status(controller)
+    assert [(one.name, one.requests, one.expected_us) for one in told_so.loading] == [("law", 1, 40_000)]
+    assert told_so.num_loading == 1
     wait, client = controller.adapters.admission.wait_admitted, proof.client
     waiter = threading.Thread(target=lambda: told.extend(wait(client, [1], HANG_SECONDS)))
     waiter.start()
     tell(controller, shard, layers=LAYERS)
     waiter.join(HANG_SECONDS)
     assert told == [1] and requests.acquire(proof, ["law"], 1).loading is None
+    assert not status(controller).loading and sum(controller.adapters.admission.queue.counters.loads.counts) == 1
 
 
 def test_an_adapter_that_is_taken_from_its_clients_ends_its_loading_tickets(served):

@@ -39,7 +39,8 @@ function totals(now) {
   const rows = {
     "adapters": count(now.adapters),
     "in use": count(now.active),
-    "requests that wait": count(now.queued),
+    "wait for a place": count(now.queued),
+    "wait for weights": count(now.num_loading),
     "engines": count(now.clients),
     "device pools": `${size(sum("weight_bytes"))} of ${size(sum("total_bytes"))}`,
     "host pools": sum("host_total_bytes") ? `${size(sum("host_bytes"))} of ${size(sum("host_total_bytes"))}` : "none",
@@ -153,6 +154,13 @@ function adapters(now) {
   at("shown").textContent = rows.length < now.adapters ? `the ${rows.length} hottest of ${count(now.adapters)}` : "";
 }
 
+function loading(rows) {
+  at("loads").hidden = !rows.length;
+  const left = (one) => one.expected_us ? duration(one.expected_us / 1e6) : "unknown";
+  table("loading", { adapter: "", "requests": "", "loaded in": "" },
+    rows.map((one) => [one.name, count(one.requests), left(one)]), "");
+}
+
 // rows of texts and numbers, all with the same names
 function tenants(rows) {
   at("tenants").hidden = !rows.length;
@@ -171,6 +179,7 @@ function write(now) {
   totals(now);
   shards(now, seconds);
   adapters(now);
+  loading(now.loading);
   const engines = now.joined.map((one) => [
     one.instance, String(one.client), one.transports.join(", ") || "-", `${one.silent_seconds.toFixed(0)} s ago`,
     count(one.held),
