@@ -197,6 +197,10 @@ class AdapterRequests:
         with self._admission.queue.updates.together():
             yield
 
+    def is_new(self, proof: Proof, ticket: int) -> bool:
+        """Return whether a client has not asked with this ticket yet."""
+        return self._admission.queue.tickets.find((proof.client, ticket)) is None
+
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """Wait as AdmissionService does; answer at once while `max_waiters` clients wait already."""
         client = self._clients.renew(proof)

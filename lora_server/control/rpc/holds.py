@@ -27,7 +27,8 @@ class HoldCalls:
         """Hold adapters, or queue for them."""
         scope = self._scopes.of(who, request.on_behalf_of)
         full = [scope.find(name) for name in request.names]
-        check = scope.check_acquire(full)
+        is_new = self._requests.is_new(proof, request.ticket)
+        check = scope.check_acquire(full) if is_new else None  # a ticket that is asked for again counts once
         with scope.asking(request.names, full):
             scope.bring(full)
             tenant, pace = scope.tenant, request.pace_us * 1e-6 if request.HasField("pace_us") else None

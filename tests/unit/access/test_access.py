@@ -382,6 +382,11 @@ def test_a_tenants_limits_are_enforced(gated, monkeypatch):
     acquire(gated, "acme", proof, "law")
     with pytest.raises(errors.LimitError, match=r"more than 0\.01 adds and acquires a second; ask less often"):
         acquire(gated, "acme", proof, "law")
+    limit(max_rate=0.02)
+    for _ in range(3):
+        acquire(gated, "acme", proof, "law", ticket=5)  # a client that waits asks again: that counts once
+    with pytest.raises(errors.LimitError, match=r"more than 0\.02 adds and acquires a second"):
+        acquire(gated, "acme", proof, "law", ticket=6)
     acquire(gated, "rival", gated.join("rival"), "law")
     with pytest.raises(errors.AdapterSourceError, match="leads elsewhere"):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Add", pb.AddAdapterRequest(name="x", uri="/adapters/rival/x"))
