@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lora_server.errors import LoraServerError
@@ -35,10 +36,11 @@ class LeaseCalls:
         seconds = self._timings.call if seconds is None else seconds
         return call(method, request, server=self.address, seconds=seconds)
 
-    def begin(self, method: Any, request: Any) -> PendingCall[Any]:
-        """Begin a call with a proof, which another thread may cancel."""
+    def begin_wait(self, tickets: Sequence[int], seconds: float) -> PendingCall[pb.AwaitReply]:
+        """Begin to wait until one of these tickets is answered; another thread may cancel the wait."""
+        request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
         self.sign(request)
-        return PendingCall(method, request, server=self.address, seconds=self._timings.call)
+        return PendingCall(self.clients.Await, request, server=self.address, seconds=self._timings.call)
 
     def sign(self, request: Any) -> None:
         """Prove the lease where the message has room for a proof; each message is signed anew."""

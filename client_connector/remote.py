@@ -43,7 +43,6 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
 from lora_server.wire.proofs import lend
-from lora_server.wire.rpc import PendingCall
 from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
 
 JOIN_SECONDS = 30.0
@@ -210,16 +209,11 @@ class RemoteSession(Session):
     def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
         """Return the tickets that are answered, as soon as there is one; none after `seconds`, or sooner."""
         began = time.monotonic()
-        reply = self.begin_wait(tickets, seconds).result()
+        reply = self.calls.begin_wait(tickets, seconds).result()
         answered = [] if reply is None else list(reply.tickets)
         if not answered and time.monotonic() - began < self._timings.queue_look:
             self._left.wait(min(seconds, self._timings.queue_look))  # the controller had no thread left to wait in
         return answered
-
-    def begin_wait(self, tickets: Sequence[int], seconds: float) -> PendingCall[pb.AwaitReply]:
-        """Begin to wait for these tickets; another thread may cancel the wait."""
-        request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
-        return self.calls.begin(self.calls.clients.Await, request)
 
     def cancel(self, ticket: int, *, waits: bool = True) -> None:
         """Cancel a ticket; a controller that is away hears of it later."""

@@ -124,7 +124,7 @@ class AdmissionPoller:
         with self._changed:
             if len(self._requests) > len(requests):
                 return []
-            self._wait = wait = session.begin_wait(numbers, self._timings.queue_wait)
+            self._wait = wait = session.calls.begin_wait(numbers, self._timings.queue_wait)
         try:
             reply = wait.result()
         finally:

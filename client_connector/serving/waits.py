@@ -1,4 +1,4 @@
-"""How long a request waited, by what it waited for."""
+"""Seconds that a request waited, by what it waited for."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Shard:
     """One shard's loop over what the daemon gave it. Not thread-safe: one thread calls it.
 
     `foreign_seconds`: a client's hold reaches the shard within this time, also from a controller that was away.
-    `weights_seconds`: steps whose weights are loading are refused after this time, unless their client waits for them.
+    `weights_seconds`: a step is refused when weights are still loading after this time, unless its client waits.
     `turn_seconds`: a step is served for so long before the loop looks at others; parts are never cut short.
     """
 

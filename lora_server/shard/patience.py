@@ -1,4 +1,4 @@
-"""How long steps wait for weights that are loading."""
+"""The wait of steps for weights that are loading."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REFUSED_AT = 0.9  # of a step's budget: the refusal reaches a client that waits 
 
 @dataclass
 class WeightsPatience:
-    """Bounds the wait of a pass, whose steps wait for one layer after the other: `seconds` for the steps of a client
-    together, of which it regains what passes without a wait. A client that says that it waits may use a step's budget.
+    """Bounds the wait of a pass, one layer after the other: `seconds` for the steps of a client together, of which it
+    regains what passes without a wait. A client that says that it waits may use a step's budget.
     """
 
     seconds: float = Timings.weights

@@ -10,7 +10,7 @@ from lora_server.timings import Timings
 
 
 class TicketLoads:
-    """Judges which admitted tickets are answered, and which wait because their adapters load slower than their pace.
+    """Judges which admitted tickets are answered, and which wait since their adapters load for longer than their pace.
 
     `seconds_left` returns how long an adapter still loads on the slowest shard: 0 once it is loaded, infinity if that
     is unknown. A ticket fails with AdapterNotLoadedError after `limit_seconds`.
@@ -34,7 +34,7 @@ class TicketLoads:
         return ticket.pace is not None and self.seconds_left(ticket) > ticket.pace
 
     def error(self, ticket: Ticket, failed: Mapping[int, LoraServerError], now: float) -> LoraServerError | None:
-        """Return why a ticket's load is over; `failed`: adapters whose load has just failed."""
+        """Return why a ticket's load is over; `failed`: errors of loads that have just failed, by handle."""
         for name, handle in zip(ticket.names, ticket.handles or (), strict=True):
             if (error := failed.get(handle)) is not None:
                 return type(error)(f"adapter {name!r}: {error}")

@@ -187,7 +187,10 @@ class AdmissionQueue:
         self.updates.flush()
 
     def answer(self, failed: Mapping[int, LoraServerError]) -> bool:
-        """Answer the tickets whose adapters are loaded, or in `failed`; these hold nothing. Return whether any was."""
+        """Answer the tickets with loaded adapters, and those with one in `failed`, which then hold nothing.
+
+        Return whether any was answered.
+        """
         now, any_answered = self.clock(), False
         for key, ticket in list(self.tickets.loading.items()):
             ticket.error = self.loads.error(ticket, failed, now)

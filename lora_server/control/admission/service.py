@@ -104,8 +104,7 @@ class AdmissionService:
                 waiting = (name for one in self.queue.tickets.waiting.values() for name in one.names)
                 check(self._names.of(tenant).union(waiting))  # what waits is held as soon as there is capacity
             for found in filter(None, map(self._catalog.find, set(names))):
-                residency = self._sync.residency
-                if residency.error(found.handle) or residency.failure(found.handle):  # its files may be readable by now
+                if self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
                     self._sync.load(found)
             answer = self.queue.acquire(client, ticket, names, tenant, weight, pace)
             if isinstance(answer, AdapterLoading):

@@ -73,15 +73,15 @@ class ResidencyTable:
                 for shards in (one.known, one.loading, one.remote):
                     shards.discard(shard)
 
-    def error(self, handle: int) -> str:
-        """Return why an adapter cannot be used, empty if it can."""
-        with self._lock:
-            return next(iter(self._of(handle).errors.values()), "")
+    def error(self, handle: int, last_load: bool = False) -> str:
+        """Return why an adapter cannot be used, empty if it can.
 
-    def failure(self, handle: int) -> str:
-        """Return why a shard's last load of an adapter failed, empty if none did; the next one may succeed."""
+        `last_load`: also why its last load failed; the next may succeed.
+        """
         with self._lock:
-            return next(filter(None, self._of(handle).failures.values()), "")
+            found = self._of(handle)
+            failures = found.failures.values() if last_load else ()
+            return next(filter(None, [*found.errors.values(), *failures]), "")
 
     def seconds_left(self, handle: int) -> float:
         """Return how long the slowest shard still loads an adapter: 0 if it is loaded, infinity if that is unknown."""

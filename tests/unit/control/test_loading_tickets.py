@@ -85,9 +85,9 @@ def test_an_adapter_is_loaded_when_the_slowest_shard_has_it():
     table.report(0, pb.Residency(handle=1, layers=LAYERS // 2))
     assert table.seconds_left(1) == math.inf
     table.report(1, pb.Residency(handle=1, layers=1, expected_us=2_500_000, error_code="adapter", error="disk"))
-    assert (table.seconds_left(1), table.failure(1)) == (2.5, "disk")
+    assert (table.seconds_left(1), table.error(1, last_load=True)) == (2.5, "disk")
     table.report(1, pb.Residency(handle=1, layers=LAYERS // 2))
-    assert (table.seconds_left(1), table.failure(1)) == (0.0, "")
+    assert (table.seconds_left(1), table.error(1, last_load=True)) == (0.0, "")
     table.forget_shard(0)
     assert table.seconds_left(1) == math.inf, "a shard that was restarted loads it again"
 
