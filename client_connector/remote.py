@@ -61,16 +61,18 @@ class RemoteServer(Server):
         wire: str = "any",
         credentials: Credentials | None = None,
         timings: Timings = DEFAULTS,
+        slo_class: str = "",
     ) -> None:
         """Describe a server; `join` connects. Without `links` a session holds adapters, but cannot push steps.
 
         `credentials`: without them, those of the environment.
         `wire`: one of connect.WIRES, that the server must have.
         `served_names`: the engine's names of its base model; the server refuses adapters of such a name.
+        `slo_class`: one of the server's --classes, for this engine's requests and steps.
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
         self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
-        self.timings = timings
+        self.timings, self.slo_class = timings, slo_class
         telemetry.configure_from(os.environ, "lora-connector")
 
     @override
@@ -109,7 +111,7 @@ class RemoteSession(Session):
         self.links: list[Link] = []
         instance = f"{socket.gethostname()}:{os.getpid()}"
         names = [name for name in server.served_names if bounds.fits(name)]  # no adapter can have another
-        request = pb.JoinRequest(instance=instance, served_names=names)
+        request = pb.JoinRequest(instance=instance, served_names=names, slo_class=server.slo_class)
         try:
             if server.in_world:
                 request.place.CopyFrom(place_in_world(server.device))
@@ -135,6 +137,7 @@ class RemoteSession(Session):
             lease.server,
             tuple(lease.hidden_adapters),
             lease.adapters,
+            lease.slo_class,
             agreed_wire(lease.wire, self._server.wire),
             lease.generation,
         )

@@ -28,6 +28,7 @@ MEANINGS = {  # of what has no description in the code
     "server": ("HOST:PORT", "The server's `--listen`"),
     "transport": (", ".join(TRANSPORTS), "auto: shared memory on this host, else TCP; or one of them by name"),
     "wire": (", ".join(WIRES), "The `--wire` that the server must have"),
+    "slo_class": ("a class", "The SLO class of the engine's requests and steps, one of the server's `--classes`"),
     "on_failure": (f"{ERROR}, {BASE_MODEL}", "What a request becomes whose step failed"),
     "timeout_seconds": ("seconds", "Deadline of a step, and of a join"),
     "world_seconds": ("seconds", "Over nvshmem: how long a starting worker waits for its world to be complete"),

@@ -1,6 +1,7 @@
 """lora-server: LoRA adapters live and run on their own shards; engines stay LoRA-free.
 
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
+slo                                        and an SLO class
 ports, installed, units, histogram         leaves too: data ports; checks of the installation; numbers
 host_memory                                and available memory
 clock, timings                             time, injected, and every duration that is a policy

@@ -14,7 +14,15 @@ from pydantic_settings import BaseSettings
 from typer.core import TyperCommand, TyperOption
 
 _PLAIN = (bool, int, float, Path)  # anything else is parsed by the class, from the text
-_METAVARS = {"Address": "HOST:PORT", "Path": "PATH", "Size": "SIZE", "str": "TEXT", "int": "N", "float": "X"}
+_METAVARS = {
+    "Address": "HOST:PORT",
+    "Path": "PATH",
+    "Size": "SIZE",
+    "SloClasses": "PATH",
+    "str": "TEXT",
+    "int": "N",
+    "float": "X",
+}
 _ALL = "lora_server.flags.all"  # key of a context: show every flag
 
 

@@ -37,6 +37,7 @@ class SchedulerSession:
             served_names=settings.served_names,
             wire=settings.wire,
             timings=settings.timings,
+            slo_class=settings.slo_class,
         )
         self._calls = threading.RLock()  # one call of `ask`, `check` or `close` at a time
         self.current: RemoteSession = self._server.join(settings.timeout_seconds)

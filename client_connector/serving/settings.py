@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "transport": "LORA_SERVER_TRANSPORT",
     "wire": "LORA_SERVER_WIRE",
     "on_failure": "LORA_SERVER_ON_FAILURE",
+    "slo_class": "LORA_SERVER_SLO_CLASS",
     "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
     "world_seconds": "LORA_SERVER_WORLD_SECONDS",
 }
@@ -37,7 +38,7 @@ def tenant_and_name(name: str) -> tuple[str, str]:
 class Settings:
     """Settings. `on_failure`: the policy for a request after a failed step; `timeout_seconds` bounds a step and a join.
 
-    `wire`: one of connect.WIRES, that the server must have.
+    `wire`: one of connect.WIRES, that the server must have. `slo_class`: one of its --classes.
     `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
     `timings`: for tests and experiments, an object; from the environment as JSON.
@@ -47,6 +48,7 @@ class Settings:
     transport: str = "auto"
     wire: str = "any"
     on_failure: str = ERROR
+    slo_class: str = ""
     timeout_seconds: float = 10.0
     world_seconds: float = 300.0
     served_names: tuple[str, ...] = ()

@@ -26,10 +26,17 @@ def attach(
     wire: str = "any",
     timeout_seconds: float = 30.0,
     tokenizer: Any = None,
+    slo_class: str = "",
 ) -> Attachment:
     """Connect a transformers model to a LoRA server; see `hook.Attachment`."""
     from client_connector.transformers.hook import Attachment
 
     return Attachment(
-        model, server, transport=transport, wire=wire, timeout_seconds=timeout_seconds, tokenizer=tokenizer
+        model,
+        server,
+        transport=transport,
+        wire=wire,
+        timeout_seconds=timeout_seconds,
+        tokenizer=tokenizer,
+        slo_class=slo_class,
     )

@@ -90,6 +90,7 @@ class Attachment:
         timeout_seconds: float = 30.0,
         tokenizer: Any = None,
         token: str = "",
+        slo_class: str = "",
     ) -> None:
         if "generate" in vars(model) or getattr(model.config, "_experts_implementation", None) == IMPLEMENTATION:
             raise ConfigError("attach: this model is attached already; detach it first")
@@ -102,8 +103,9 @@ class Attachment:
         self._model = model
         device = str(next(model.parameters()).device)
         shown = Credentials.of(os.environ, token)
-        remote = isinstance(server, str)
-        joinable = RemoteServer(server, transport, device=device, wire=wire, credentials=shown) if remote else server
+        joinable = server
+        if isinstance(server, str):
+            joinable = RemoteServer(server, transport, device=device, wire=wire, credentials=shown, slo_class=slo_class)
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:

@@ -20,9 +20,16 @@ MAX_PAGE = 1000  # tokens, or tenants
 class AccessService:
     """`find` says the full name of an adapter that a caller means; raises UnknownAdapterError."""
 
-    def __init__(self, gate: Gate, find: Callable[[Identity, str], str], taken: Callable[[str], bool]) -> None:
-        """`taken` returns whether names of the operator's adapters begin with a text."""
-        self._gate, self._find, self._taken = gate, find, taken
+    def __init__(
+        self,
+        gate: Gate,
+        find: Callable[[Identity, str], str],
+        taken: Callable[[str], bool],
+        check_class: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        """`taken` returns whether names of the operator's adapters begin with a text; `check_class` raises ConfigError
+        for an SLO class that the server does not have."""
+        self._gate, self._find, self._taken, self._check_class = gate, find, taken, check_class
 
     @property
     def _store(self) -> Store:
@@ -74,9 +81,10 @@ class AccessService:
                 f"tenant {request.name}: there are adapters of the operator called {request.name}/..., which would "
                 "become its own; take another name, or remove them"
             )
+        self._check_class(request.slo_class)
         weight = request.weight or (before.weight if before else 1.0)
         limits = (request.max_adapters, request.max_bytes, request.max_active, request.max_rate)
-        tenant = self._store.set_tenant(store.Tenant(request.name, weight, *limits))
+        tenant = self._store.set_tenant(store.Tenant(request.name, weight, *limits, slo_class=request.slo_class))
         self._gate.cache.refresh()
         return _tenant(tenant)
 

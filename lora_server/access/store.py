@@ -44,6 +44,7 @@ class Tenant:
     max_active: int = 0
     max_rate: float = 0.0
     removed: float = 0.0
+    slo_class: str = ""
 
 
 @dataclass(frozen=True)

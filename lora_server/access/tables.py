@@ -16,6 +16,7 @@ tenants = Table(
     Column("max_active", BigInteger, nullable=False),
     Column("max_rate", Float, nullable=False),
     Column("removed", Float, nullable=False),  # 0: it was not
+    Column("slo_class", String(64), nullable=False, server_default=""),  # empty: none
 )
 tokens = Table(
     "tokens",

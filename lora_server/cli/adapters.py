@@ -73,13 +73,18 @@ def add_adapter(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
     wait: WaitOption = 120.0,
+    slo_class: Annotated[
+        str | None,
+        typer.Option(help="SLO class, of the server's --classes; '' for none. (default: as it is)", metavar="TEXT"),
+    ] = None,
 ) -> None:
     """Validate an adapter, load it on every shard, then serve it."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        _change(server, "Add", pb.AddAdapterRequest(name=name, uri=_source(source), wait_seconds=wait), as_json)
+        request = pb.AddAdapterRequest(name=name, uri=_source(source), wait_seconds=wait, slo_class=slo_class)
+        _change(server, "Add", request, as_json)
 
     run(command)
 

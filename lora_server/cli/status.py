@@ -60,6 +60,8 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     for row in reply.loading:
         left = f"{row.expected_us * 1e-6:.1f} s left" if row.HasField("expected_us") else "no estimate yet"
         terminal.say(console, f"{row.name}: {count(row.requests)} requests wait for it, {left}", "loading")
+    for each in reply.slo_classes:
+        terminal.say(console, f"{each.slo}; requests that wait for a place: {count(each.queued)}", f"class {each.name}")
     if reply.reason:
         terminal.say(console, reply.reason, "reason")
     for one in reply.refused:
@@ -74,7 +76,8 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     if reply.joined:
         _table(console, CLIENTS, [_client(client) for client in reply.joined], "instance")
         for client in reply.joined:
-            terminal.say(console, _held(client), f"client {client.client}")
+            slo_class = f"class {client.slo_class}; " if client.slo_class else ""
+            terminal.say(console, slo_class + _held(client), f"client {client.client}")
         if (more := reply.clients - len(reply.joined)) > 0:
             terminal.say(console, f"{count(more)} more clients")
 

@@ -13,7 +13,7 @@ from lora_server.units import Size, size
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
-COLUMNS = ("tenant", "weight", "adapters", "bytes", "in use", "a second")
+COLUMNS = ("tenant", "weight", "SLO class", "adapters", "bytes", "in use", "a second")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tenants and their limits.")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="1 to 64 of a-z, 0-9 and -.")]
@@ -25,6 +25,9 @@ def set_tenant(
     weight: Annotated[
         float, typer.Option(help="Share of the server under contention, relative to other tenants.")
     ] = 1.0,
+    slo_class: Annotated[
+        str, typer.Option(help="SLO class, of the server's --classes, of its requests. (default: none)")
+    ] = "",
     max_adapters: Annotated[int, typer.Option(help="Most registered adapters; 0: no limit.")] = 0,
     max_bytes: Annotated[str, typer.Option(help="Most bytes of adapter files, such as 10GiB; 0: no limit.")] = "0",
     max_active: Annotated[int, typer.Option(help="Most adapters in use at once; 0: no limit.")] = 0,
@@ -43,7 +46,12 @@ def set_tenant(
         if min(max_adapters, max_active) < 0 or max(max_adapters, max_active) >= 1 << 32:
             raise ConfigError(f"--max-adapters, --max-active: got {max_adapters}, {max_active}, expected 0 or more")
         request = pb.Tenant(
-            name=name, weight=weight, max_adapters=max_adapters, max_active=max_active, max_rate=max_rate
+            name=name,
+            weight=weight,
+            max_adapters=max_adapters,
+            max_active=max_active,
+            max_rate=max_rate,
+            slo_class=slo_class,
         )
         request.max_bytes = 0 if max_bytes == "0" else Size.parse(max_bytes).nbytes
         _show([ask_access(server, data_dir, registry, "SetTenant", request)], as_json)
@@ -101,7 +109,11 @@ def _show(tenants: Any, as_json: bool) -> None:
         print_json([_row(one) for one in tenants])
     else:
         terminal.table(
-            terminal.open_console(), COLUMNS, [_cells(one) for one in tenants], left=("tenant",), wrapped="tenant"
+            terminal.open_console(),
+            COLUMNS,
+            [_cells(one) for one in tenants],
+            left=("tenant", "SLO class"),
+            wrapped="tenant",
         )
 
 
@@ -109,6 +121,7 @@ def _row(tenant: pb.Tenant) -> dict[str, Any]:
     return {
         "name": tenant.name,
         "weight": tenant.weight,
+        "slo_class": tenant.slo_class or None,
         "max_adapters": tenant.max_adapters or None,
         "max_bytes": tenant.max_bytes or None,
         "max_active": tenant.max_active or None,
@@ -121,4 +134,10 @@ def _cells(tenant: pb.Tenant) -> list[str]:
     name = f"{tenant.name} (removed)" if tenant.removed else tenant.name
     limits = (tenant.max_adapters, size(tenant.max_bytes) if tenant.max_bytes else 0, tenant.max_active)
     shown = [str(one) if one else "-" for one in limits]
-    return [name, f"{tenant.weight:g}", *shown, f"{tenant.max_rate:g}" if tenant.max_rate else "-"]
+    return [
+        name,
+        f"{tenant.weight:g}",
+        tenant.slo_class or "-",
+        *shown,
+        f"{tenant.max_rate:g}" if tenant.max_rate else "-",
+    ]

@@ -10,7 +10,7 @@ GROUPS = {
     "Model and layout": ("base_model", "layout", "device", "dtype"),
     "Adapters": (
         "adapters", "watch", "require_all_adapters", "adapter_root", "allow_source", "resolve", "data_dir", "registry",
-        "no_copy",
+        "no_copy", "classes",
     ),
     "Memory": (
         "device_pool", "host_pool", "disk_cache", "disk_cache_size", "eviction", "preload", "max_active_adapters",

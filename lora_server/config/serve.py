@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from lora_server.address import Address
 from lora_server.config.checks import check_leaders, check_ports
-from lora_server.config.types import Host, LayoutName, Listens, Paths, PoolSize, Texts
+from lora_server.config.types import Classes, Host, LayoutName, Listens, Paths, PoolSize, Texts
 from lora_server.logs import Format
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
@@ -45,6 +45,11 @@ class ServeConfig(BaseSettings):
         "",
         description="Template for names that were not added, such as s3://adapters/{tenant}/{name}: the first request "
         "for a name adds it.",
+    )
+    classes: Classes | None = Field(
+        None,
+        description="SLO classes: a file, YAML, of names with slo and adapters; in the --config file, such a mapping. "
+        "A plan.yaml has those of its plan. Default: none.",
     )
     layout: LayoutName = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where weights lie and steps are computed.")

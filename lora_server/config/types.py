@@ -12,6 +12,7 @@ from pydantic_settings import NoDecode
 from lora_server.address import Address, parse_host
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
+from lora_server.slo import SloClasses
 from lora_server.units import Size
 
 
@@ -29,6 +30,15 @@ def _reader(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     return read
 
 
+def _classes(value: Any) -> Any:
+    if isinstance(value, SloClasses):
+        return value
+    try:
+        return SloClasses.read(Path(value)) if isinstance(value, str | Path) else SloClasses.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 def _split(text: str) -> list[str]:
     return [item for item in text.split(",") if item]
 
@@ -44,5 +54,7 @@ PoolSize = Annotated[
 # several flags, or one text with commas
 Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_reader(_split))]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_reader(_split))]
+# a file, or what it contains
+Classes = Annotated[SloClasses, NoDecode, BeforeValidator(_classes), PlainSerializer(SloClasses.as_dict)]
 Host = Annotated[str, AfterValidator(lambda text: str(_reader(parse_host)(text)) if text else "")]
 LayoutName = Annotated[str, AfterValidator(lambda text: str(_reader(Layout.parse)(text)))]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
+from lora_server.control.admission.classes import NO_ENGINE_CLASS, EngineClass
 from lora_server.control.admission.service import AdmissionAnswer, AdmissionService, CheckInUse
 from lora_server.control.members.leases import ClientLease, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
@@ -54,6 +55,7 @@ class Clients:
         token: str = "",
         weight: float = 1.0,
         asked: pb.Place | None = None,
+        slo: EngineClass = NO_ENGINE_CLASS,
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """Grant a lease, with the place in NVSHMEM's world that is asked for; return it once every shard knows of it.
 
@@ -63,11 +65,11 @@ class Clients:
             raise ServerUnavailableError(self.refused)
         live = self._shards.require_up()
         self._start.require_settled()
-        lease = self.leases.grant(instance, served_names, tenant, token)
+        lease = self.leases.grant(instance, served_names, tenant, token, slo.name)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         grant.served_names.extend(served_names)
         grant.tenant, grant.token, grant.weight = tenant, token, weight
-        grant.generation = self._shards.generation
+        grant.generation, grant.slo_class, grant.step_us = self._shards.generation, *slo
         try:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
@@ -186,9 +188,13 @@ class AdapterRequests:
         weight: float = 1.0,
         check: CheckInUse | None = None,
         pace: float | None = None,
+        slo_class: str = "",
     ) -> AdmissionAnswer:
-        """Hold adapters for a tenant, or queue for them. Raises UnknownAdapterError, and what `check` does."""
-        return self._admission.acquire(self._clients.renew(proof), names, ticket, tenant, weight, check, pace)
+        """Hold adapters for a tenant, or queue for them. `slo_class`: the tenant's; without one it is the client's.
+        Raises UnknownAdapterError, and what `check` does."""
+        client, lease = self._clients.renew(proof), self._clients.leases.proven(proof)
+        slo_class = slo_class or (lease.slo_class if lease is not None else "")
+        return self._admission.acquire(client, names, ticket, tenant, weight, check, pace, slo_class)
 
     @contextmanager
     def together(self, proof: Proof) -> Iterator[None]:

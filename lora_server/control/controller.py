@@ -14,6 +14,7 @@ from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import WorldMembership
 from lora_server.control.start import StartState
 from lora_server.registry.versions import Ledger
+from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
@@ -37,6 +38,7 @@ class Controller:
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
         max_waiters: int = MAX_WAITERS,
+        classes: SloClasses = NO_CLASSES,
     ) -> None:
         """`restarted`: an earlier controller of this node may have registered the start-up directory. `fetcher` fetches
         remote adapters; `allowed` restricts the sources of adapters that are added; `ledger` keeps these adapters
@@ -60,6 +62,7 @@ class Controller:
             copies,
             timings,
             clock,
+            classes,
         )
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
         world = WorldMembership(self.shards, *places, timings.world_rest, clock)

@@ -36,6 +36,7 @@ from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
 from lora_server.registry.database import database_of
 from lora_server.registry.versions import Ledger
+from lora_server.slo import NO_CLASSES
 from lora_server.sources.copies import Copies
 from lora_server.spec import ModelSpec
 
@@ -67,6 +68,7 @@ class ControllerProcess:
             Ledger(self.database, config.spec_json),
             _copies(config, spec),
             config.timings,
+            classes=config.classes or NO_CLASSES,
         )
         controller.adapters.sync.sends = not config.no_copy
         resolver = None

@@ -131,7 +131,7 @@ class ShardCommands:
 
     def _grant(self, grant: pb.Grant) -> None:
         of_tenant = grant.tenant, grant.weight or 1.0
-        given = Grant(grant.client, grant.epoch, grant.key, *of_tenant, grant.pe, grant.generation)
+        given = Grant(grant.client, grant.epoch, grant.key, *of_tenant, grant.pe, grant.generation, grant.step_us)
         self._port.grant(given)
         if self._world is not None:
             self._world.grant(given)

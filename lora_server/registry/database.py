@@ -25,12 +25,14 @@ from sqlalchemy import (
     create_engine,
     event,
     insert,
+    inspect,
     select,
     text,
     update,
 )
 from sqlalchemy import exc as sql
 from sqlalchemy.engine import ExceptionContext, make_url
+from sqlalchemy.schema import CreateColumn
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from lora_server.config import ProcessConfig
@@ -81,7 +83,8 @@ class Database:
     """A connection pool that runs transactions. Thread-safe; any number of processes may open the same database."""
 
     def __init__(self, url: str, timings: Timings = DEFAULTS) -> None:
-        """Create missing tables. Raises ConfigError if the database cannot be opened, or is of a newer release."""
+        """Create missing tables and columns. Raises ConfigError if the database cannot be opened, or is of a newer
+        release."""
         parsed, self._stopping, self._seconds = _parsed(url), threading.Event(), timings.database
         self.check: Work[object] = lambda connection: None  # begins every write; raises where this process may not
         self.shown = parsed.render_as_string(hide_password=True)
@@ -163,6 +166,7 @@ class Database:
         if self.shared:  # of several that start, one makes the tables
             connection.execute(text("SELECT pg_advisory_xact_lock(7400)"))
         metadata.create_all(connection)
+        _add_columns(connection)
         return counted(connection, "schema") or count(connection, "schema", SCHEMA)
 
     def _say(self, state: RetryCallState) -> None:
@@ -232,6 +236,18 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error.orig, sqlite3.Error):
         return isinstance(error, sql.OperationalError)
     return isinstance(error, sql.OperationalError) or getattr(error.orig, "sqlstate", None) in _PASSING
+
+
+def _add_columns(connection: Connection) -> None:
+    """Add the columns that tables of an earlier release lack. Each has a default in the database, for the rows that are
+    there, and for servers of the earlier release that share it."""
+    inspector = inspect(connection)
+    for table in metadata.sorted_tables:
+        present = {column["name"] for column in inspector.get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in present:
+                added = CreateColumn(column).compile(dialect=connection.dialect)
+                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {added}"))
 
 
 def _told(error: BaseException | None) -> str:

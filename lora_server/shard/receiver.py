@@ -11,12 +11,13 @@ from lora_server.errors import AdapterNotLoadedError, LoraServerError, Permissio
 from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.patience import WeightsPatience
-from lora_server.shard.schedule import PendingStep
+from lora_server.shard.schedule import NOT_READY, PendingStep, cost
 from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
-from lora_server.wire.slot import RequestHeader
+from lora_server.wire.slot import DECODE, RequestHeader
 
 MAX_BUDGET_US = 3_600_000_000
+MEAN_OF = 64  # steps, about
 UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
 log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ class StepReceiver:
     foreign_seconds: float = Timings.foreign_step  # within which a shard is told what its clients hold
     patience: WeightsPatience = field(default_factory=WeightsPatience)
     pending: dict[int, PendingStep] = field(default_factory=dict)  # by client
+    row_ns: float = 0.0  # that a step's cost of one row takes: a moving mean
 
     def receive(self) -> None:
         """Take each client's oldest unanswered step if it is new, and check steps with missing weights again."""
@@ -55,6 +57,8 @@ class StepReceiver:
     def release(self, step: PendingStep) -> None:
         """Forget a step that was answered, or that lost its client."""
         del self.pending[step.connection.client]
+        if step.work is not None:
+            self.row_ns += (step.work.spent_ns / cost(step.header) - self.row_ns) / MEAN_OF
         step.work = None
         if step.pin is None:
             self.store.forget(step.connection.client)
@@ -73,6 +77,10 @@ class StepReceiver:
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
         step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
+        grant = self.port.grants.get(client, epoch)
+        if grant is not None and grant.step_us and header.step_class == DECODE:
+            start_by_ns = now + grant.step_us * 1000 - int(cost(header) * self.row_ns)
+            step.share = NOT_READY._replace(start_by_ns=start_by_ns)
         self.pending[client] = step
         self._recheck(step)
 

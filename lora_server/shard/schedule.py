@@ -4,7 +4,13 @@ A step costs its rows plus STEP_ROWS. Each client has a virtual time: a step sta
 finished, but not before the shard's time, and finishes its cost later. The least finish is served first, the oldest of
 equals; the shard's time is the least start of the ready steps. So small steps pass large ones, a client that has had
 less passes one that has had more, no client saves up a share, and a step waits for each other client no longer than its
-own cost. The class that a client gives its steps does not count.
+own cost.
+
+A client of an SLO class has a part of the class's TPOT for each step, which then has a deadline. Of a tenant's ready
+steps, decode steps with a deadline go first, by deadline - cost: the time by which they must begin. But a client may be
+ahead of its share by no more than AHEAD_ROWS; beyond, its steps wait as all others do. So a class decides the order
+of a few steps, and clients' shares do not depend on it. Without classes, the class that a client gives its steps
+(decode, prefill) does not count.
 
 The same rule orders tenants, with a cost divided by the tenant's weight: its share does not depend on how many clients
 it has.
@@ -29,7 +35,8 @@ from lora_server.wire.slot import RequestHeader
 STEP_ROWS = 8
 MOST_ROWS = 65536  # that count; the number of rows is checked when the step is served
 MOST_BEGUN = 4  # steps that are begun at a time: each keeps its buffers
-_START, _ORDER = attrgetter("share.start"), attrgetter("share.order")
+AHEAD_ROWS = 1024  # that a client with an SLO class may be ahead of its share
+_START, _ORDER, _START_BY = map(attrgetter, ("share.start", "share.order", "share.start_by_ns"))
 
 
 class StepShare(NamedTuple):
@@ -39,6 +46,7 @@ class StepShare(NamedTuple):
     cost: int
     finish: int
     order: tuple[int, int]  # the least is served first
+    start_by_ns: int = 0  # deadline - cost; 0: it has no deadline
 
 
 NOT_READY = StepShare(-1, 0, -1, (0, 0))
@@ -93,17 +101,19 @@ class FairShare:
     def among(self, ready: list[PendingStep], begin: bool = True) -> PendingStep | None:
         """Pick from one or more ready steps. `begin`: also one that was not begun."""
         for step in ready:
-            if step.share is NOT_READY:
+            if not step.share.cost:  # it has just become ready
                 its_cost, start = cost(step.header), max(self._now, step.connection.finish)
                 finish = start + its_cost
-                step.share = StepShare(start, its_cost, finish, (finish, step.received_ns))
+                step.share = StepShare(start, its_cost, finish, (finish, step.received_ns), step.share.start_by_ns)
         choice = ready if begin else begun(ready)
         if len(ready) == 1:  # the usual case: nothing to compare
             self._now = ready[0].share.start
             picked = choice[0] if choice else None
         else:
             self._now = min(map(_START, ready))
-            picked = min(choice, key=_ORDER, default=None)
+            latest = self._now + AHEAD_ROWS
+            urgent = [step for step in choice if step.share.start_by_ns and step.share.finish <= latest]
+            picked = min(urgent, key=_START_BY) if urgent else min(choice, key=_ORDER, default=None)
         if picked is not None:
             picked.connection.finish = picked.share.finish
         return picked

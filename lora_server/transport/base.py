@@ -199,6 +199,7 @@ class Grant:
     weight: float = 1.0  # of the tenant, beside others
     pe: int = 0  # in NVSHMEM's world; 0, a shard's: none
     generation: int = 1  # of the placement that the client was told
+    step_us: int = 0  # each step's part of its SLO class's TPOT; 0: it has no class
 
     def require(self, generation: int) -> None:
         """Raise LeaseError for a client that shows another generation: its rows may belong to other shards."""

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards", "pinned", "versions")
+    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards", "pinned", "slo_class", "versions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Adapter(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
@@ -39,8 +40,9 @@ class Adapter(_message.Message):
     layers: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardLayers]
     pinned: bool
+    slo_class: str
     versions: _containers.RepeatedCompositeFieldContainer[AdapterVersion]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ..., versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ..., slo_class: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ...) -> None: ...
 
 class ShardLayers(_message.Message):
     __slots__ = ("shard", "ready", "layers", "host", "remote")
@@ -65,14 +67,16 @@ class Invocation(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
-    __slots__ = ("name", "uri", "wait_seconds")
+    __slots__ = ("name", "uri", "wait_seconds", "slo_class")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     name: str
     uri: str
     wait_seconds: float
-    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    slo_class: str
+    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
     __slots__ = ("page_token", "page_size", "on_behalf_of")
@@ -189,17 +193,19 @@ class AdapterVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uri: _Optional[str] = ..., added: _Optional[float] = ..., listed: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("instance", "served_names", "place")
+    __slots__ = ("instance", "served_names", "place", "slo_class")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     served_names: _containers.RepeatedScalarFieldContainer[str]
     place: Place
-    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
+    slo_class: str
+    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation", "slo_class")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +222,7 @@ class Lease(_message.Message):
     WIRE_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -232,7 +239,8 @@ class Lease(_message.Message):
     wire: str
     place: Place
     generation: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    slo_class: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("world", "rank", "size", "uid", "slots")
@@ -511,7 +519,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -530,6 +538,7 @@ class StatusReply(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADING_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASSES_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -548,7 +557,8 @@ class StatusReply(_message.Message):
     generation: int
     num_loading: int
     loading: _containers.RepeatedCompositeFieldContainer[LoadingStatus]
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ...) -> None: ...
+    slo_classes: _containers.RepeatedCompositeFieldContainer[SloClassStatus]
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ...) -> None: ...
 
 class LoadingStatus(_message.Message):
     __slots__ = ("name", "requests", "expected_us")
@@ -560,21 +570,33 @@ class LoadingStatus(_message.Message):
     expected_us: int
     def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., expected_us: _Optional[int] = ...) -> None: ...
 
+class SloClassStatus(_message.Message):
+    __slots__ = ("name", "slo", "queued")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    slo: str
+    queued: int
+    def __init__(self, name: _Optional[str] = ..., slo: _Optional[str] = ..., queued: _Optional[int] = ...) -> None: ...
+
 class ClientStatus(_message.Message):
-    __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds", "held")
+    __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds", "held", "slo_class")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     client: int
     instance: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
     transports: _containers.RepeatedScalarFieldContainer[str]
     silent_seconds: float
     held: int
-    def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ..., held: _Optional[int] = ...) -> None: ...
+    slo_class: str
+    def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ..., held: _Optional[int] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class ShardStats(_message.Message):
     __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk", "preloads", "preload_hits", "phases", "load_times")
@@ -811,7 +833,7 @@ class ControllerChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation")
+    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation", "slo_class", "step_us")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -822,6 +844,8 @@ class Grant(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    STEP_US_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -832,7 +856,9 @@ class Grant(_message.Message):
     token: str
     pe: int
     generation: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    slo_class: str
+    step_us: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., step_us: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent")
@@ -1108,13 +1134,14 @@ class ListTokensReply(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Tenant(_message.Message):
-    __slots__ = ("name", "weight", "max_adapters", "max_bytes", "max_active", "max_rate", "removed")
+    __slots__ = ("name", "weight", "max_adapters", "max_bytes", "max_active", "max_rate", "slo_class", "removed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_ACTIVE_FIELD_NUMBER: _ClassVar[int]
     MAX_RATE_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     name: str
     weight: float
@@ -1122,8 +1149,9 @@ class Tenant(_message.Message):
     max_bytes: int
     max_active: int
     max_rate: float
+    slo_class: str
     removed: float
-    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., max_adapters: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_active: _Optional[int] = ..., max_rate: _Optional[float] = ..., removed: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., max_adapters: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_active: _Optional[int] = ..., max_rate: _Optional[float] = ..., slo_class: _Optional[str] = ..., removed: _Optional[float] = ...) -> None: ...
 
 class RemoveTenantRequest(_message.Message):
     __slots__ = ("name",)

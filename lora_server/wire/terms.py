@@ -33,6 +33,7 @@ class Terms:
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
     hidden_adapters: tuple[str, ...] = ()  # adapters that the client cannot serve: its base model has their names
     num_adapters: int = 0  # of the server when this was agreed
+    slo_class: str = ""  # that the server gave the client
     wire: Wire = "exact"
     generation: int = 1  # of the placement
 

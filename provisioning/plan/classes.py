@@ -20,23 +20,22 @@ from typing import Any
 
 import numpy as np
 
+from lora_server import slo
+from lora_server.errors import ConfigError
+from lora_server.slo import OTHERS, Slo, SloClasses
 from provisioning.arrays import Floats, Ints
 from provisioning.inputs import InputError
-from provisioning.plan import slo as slos
-from provisioning.plan.slo import Slo
 from provisioning.workload.workload import Workload
-
-OTHERS = "others"
-_FORM = "expected a name, and under it `slo: ttft_p99=100ms,tpot_avg=40ms` and `adapters: [NAME or PATTERN, ...]`"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SloClass:
-    """`members` are indices of adapters."""
+    """`members` are indices of adapters, `patterns` what named them."""
 
     name: str
     slo: Slo
     members: Ints
+    patterns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,39 +52,32 @@ class ClassOutcome:
 
 def read(file: Path, workload: Workload, others: Slo) -> tuple[SloClass, ...]:
     """Read a file in which each adapter is in one class; raises InputError that begins with --classes."""
-    import yaml
-
-    where = f"--classes: {file}"
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not content:
-        raise InputError(f"{where}: got {type(content).__name__}, {_FORM}")
+        said = SloClasses.read(file)
+    except ConfigError as error:
+        raise InputError(f"--classes: {error}") from None
     names = [workload.name(index) for index in range(workload.num_adapters)]
     class_of: dict[int, str] = {}
     found = []
-    for name, fields in content.items():
-        objective, patterns = _fields(f"{where}: {name}", fields)
-        members = [index for pattern in patterns for index in _matching(pattern, names, f"{where}: {name}")]
+    for one in said.classes:
+        where = f"--classes: {file}: {one.name}"
+        if not one.adapters:
+            raise InputError(f"{where}: adapters: got none, expected a list of names or patterns")
+        members = [index for pattern in one.adapters for index in _matching(pattern, names, where)]
         for index in members:
-            if class_of.setdefault(index, name) != name:
-                raise InputError(f"{where}: {names[index]!r} is in {class_of[index]} and {name}; name it in one")
-        found.append(SloClass(name=str(name), slo=objective, members=np.unique(members)))
+            if class_of.setdefault(index, one.name) != one.name:
+                raise InputError(
+                    f"--classes: {file}: {names[index]!r} is in {class_of[index]} and {one.name}; name it in one"
+                )
+        found.append(SloClass(name=one.name, slo=one.slo, members=np.unique(members), patterns=one.adapters))
     rest = np.setdiff1d(np.arange(len(names)), list(class_of))
     return (*found, SloClass(name=OTHERS, slo=others, members=rest)) if rest.size else tuple(found)
 
 
-def _fields(where: str, fields: Any) -> tuple[Slo, list[str]]:
-    if not isinstance(fields, dict) or set(fields) != {"slo", "adapters"} or where.endswith(f": {OTHERS}"):
-        raise InputError(f"{where}: got {fields!r}, {_FORM}")
-    patterns = fields["adapters"]
-    if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns) or not patterns:
-        raise InputError(f"{where}: adapters: got {patterns!r}, expected a list of names or patterns")
-    try:
-        return slos.parse(str(fields["slo"])), patterns
-    except InputError as error:
-        raise InputError(f"{where}: {str(error).removeprefix('--slo: ')}") from None
+def served_as(classes: tuple[SloClass, ...]) -> dict[str, dict[str, Any]]:
+    """Return the classes as `lora-server serve` reads them; adapters that none names need no class there."""
+    named = (slo.NamedSlo(one.name, one.slo, one.patterns) for one in classes if one.name != OTHERS)
+    return SloClasses(tuple(named)).as_dict()
 
 
 def _matching(pattern: str, names: list[str], where: str) -> list[int]:

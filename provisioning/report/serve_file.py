@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from provisioning.plan.classes import served_as
 from provisioning.report import words
 from provisioning.report.render import headline, question, remarks, rows
 from provisioning.report.result import NOTES, Result
@@ -40,6 +41,7 @@ def plan_yaml(result: Result) -> str:
 def settings(result: Result) -> dict[str, object]:
     """Return the server settings that the plan decides."""
     scenario, candidate = result.scenario, result.candidate
+    classes = {"classes": served_as(scenario.classes)} if scenario.classes else {}
     return {
         "base_model": result.base_model,
         "layout": str(candidate.layout),
@@ -50,6 +52,7 @@ def settings(result: Result) -> dict[str, object]:
         "host_pool": _elsewhere(result) * scenario.adapter_bytes(candidate.layout),
         "max_step_rows": _message_rows(result),
         "wire": scenario.model.wire,
+        **classes,
     }
 
 

@@ -4,13 +4,15 @@ import contextlib
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from sqlalchemy import delete
+from sqlalchemy import delete, text
 
+from lora_server.access.store import Store, Tenant
 from lora_server.errors import AdapterExistsError, ConfigError, ServerUnavailableError
 from lora_server.registry.database import Database, counters
 from lora_server.registry.versions import EARLIER, HANDLES, Ledger, Seen, Version
@@ -132,6 +134,21 @@ def test_concurrent_servers_give_each_handle_and_name_once(url):
     for one in opened:
         one.close()
     assert sorted(winners) == list(range(5)) and len(set(handles)) == len(handles) == 4 * HANDLES
+
+
+def test_a_database_of_an_earlier_release_gets_the_columns_that_it_lacks(url):
+    """Its rows keep what they say, and a new column has its default."""
+    database = Database(url)
+    acme = Tenant("acme", weight=2.0, max_rate=5.0)
+    Store(database).set_tenant(replace(acme, slo_class="gold"))
+    database.write(lambda one: one.execute(text("ALTER TABLE tenants DROP COLUMN slo_class")))
+    database.close()
+    for expected in (acme, replace(acme, slo_class="gold")):
+        database = Database(url)
+        store = Store(database)
+        assert store.tenant("acme") == expected and store.load().tenants["acme"] == expected
+        store.set_tenant(replace(acme, slo_class="gold"))
+        database.close()
 
 
 def test_a_directory_is_remembered_with_its_pins(ledger):

@@ -1,18 +1,22 @@
 """Fair queueing between clients, and by weight between tenants: what each has had decides; none starves or saves up."""
 
 import itertools
+import time
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server.histogram import BOUNDS_NS
 from lora_server.shard.phases import PHASES, Phases
 from lora_server.shard.schedule import (
+    AHEAD_ROWS,
     MOST_BEGUN,
     MOST_ROWS,
+    NOT_READY,
     STEP_ROWS,
     FairShare,
     PendingStep,
@@ -75,6 +79,75 @@ def test_a_step_waits_for_each_other_client_no_longer_than_its_own_share(events)
             had = passed.setdefault(step.seq, Counter())
             had[picked] += cost(served.header)
             assert had[picked] <= bound[step.seq], "it is starved"
+
+
+CLASS_EVENTS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 64, 256, 900, 4096]), st.integers(0, 200), st.booleans()),
+    max_size=80,
+)
+
+
+@given(events=CLASS_EVENTS)
+def test_steps_with_a_deadline_go_first_within_a_bound(events):
+    """The pick equals the literal rule, and a client with a class is never ahead of the others by more."""
+    queue, passed = Queue(), {}
+    for client, rows, start_by, goes_on in events:
+        if client not in queue.waiting:
+            queue.push(client, rows)
+            queue.waiting[client].share = NOT_READY._replace(start_by_ns=start_by if client % 2 else 0)
+        if not goes_on:
+            continue
+        ready = dict(queue.waiting)
+        served = ready.pop(queue.pick())
+        now = min(step.share.start for step in (served, *ready.values()))
+
+        def literal(step, now=now):
+            in_time = step.share.start_by_ns and step.share.finish <= now + AHEAD_ROWS
+            return (0, step.share.start_by_ns) if in_time else (1, (step.share.finish, step.seq))
+
+        assert all(literal(served) <= literal(step) for step in ready.values())
+        for step in ready.values():
+            had = passed.setdefault(step.seq, Counter())
+            had[served.connection.client] += cost(served.header)
+            most = step.share.finish - now + AHEAD_ROWS
+            assert had[served.connection.client] <= passed.setdefault(("bound", step.seq), most), "it is starved"
+
+
+def test_clients_of_a_class_have_no_larger_share():
+    """They always wait, as others do; each of their steps goes first as long as they are not far ahead."""
+    queue, had = Queue(), Counter()
+
+    def push(client):
+        queue.push(client, 56)
+        queue.waiting[client].share = NOT_READY._replace(start_by_ns=1 if client == "gold" else 0)
+
+    for client in ("gold", "silver", "brass"):
+        push(client)
+    order = []
+    for _ in range(300):
+        client = queue.pick()
+        order.append(client)
+        had[client] += 64
+        push(client)
+    assert order[: AHEAD_ROWS // 64] == ["gold"] * (AHEAD_ROWS // 64)
+    assert max(had.values()) - min(had.values()) <= AHEAD_ROWS + 2 * 64
+
+
+@pytest.mark.parametrize("step_class", [slot.DECODE, slot.PREFILL])
+def test_decode_steps_of_a_client_with_a_class_have_a_deadline(tiny_adapters, step_class):
+    with loaded_rig(tiny_adapters["all"]) as rig:
+        client = Client(rig.shard, 1, step_us=500)
+        before = time.monotonic_ns()
+        seq = client.push(client.request(step_class=step_class))
+        rig.shard.receiver.receive()
+        (step,) = rig.shard.receiver.pending.values()
+        if step_class == slot.PREFILL:
+            assert step.share.start_by_ns == 0, "decode goes before prefill"
+        else:
+            assert before + 500_000 <= step.share.start_by_ns <= time.monotonic_ns() + 500_000
+        client.answer(seq)
+        assert rig.shard.receiver.row_ns > 0, "what its cost took is known for the next step"
+        client.link.close()
 
 
 @given(rows=st.lists(st.integers(0, 4096), min_size=2, max_size=8), turns=st.integers(1, 200))

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from lora_server.access.gate import Gate
-from lora_server.control.admission.tickets import MAX_TICKETS
+from lora_server.control.admission.table import MAX_TICKETS
 from lora_server.control.rpc.listener import Threads
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer

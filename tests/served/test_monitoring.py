@@ -48,7 +48,9 @@ def life(tmp_path_factory):
     name = min(load.paths)
     with contextlib.closing(Database(f"sqlite:///{data / FILE}")) as database:
         Store(database).set_tenant(Tenant("acme"))
+    (classes := data / "classes.yaml").write_text("gold: {slo: 'ttft_p99=1s,tpot_avg=100ms', adapters: ['*']}")
     more = ("--layout", "ep2-pp2", "--data-dir", str(data), "--adapter-root", str(load.adapters))
+    more += ("--classes", str(classes))
     with running_server(tmp_path_factory.mktemp("server") / "log", flags(load, *more)) as server:
         with attach(load.model, server=server.address) as lora, lora.adapters([name]):
             load.model(torch.tensor([load.batch[0].prompt]))
@@ -99,6 +101,7 @@ def test_what_happened_is_counted(life):
     assert loads == samples["lora_server_loads_total", "0"] > 0
     assert samples["lora_server_load_seconds_sum", "0", "disk"] > 0
     assert samples["lora_server_admission_wait_seconds_bucket", "+Inf"] == 0
+    assert samples["lora_server_class_wait_seconds_bucket", "+Inf", "gold"] == 1
 
 
 def test_a_query_asks_for_what_is_exposed(exposed):

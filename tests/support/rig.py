@@ -33,8 +33,10 @@ LAYER0 = Site(0, "gate_up")
 class Client:
     """A client that fills slots by hand. `send` answers with (header, rows); raises what the shard answered."""
 
-    def __init__(self, shard: Shard, client: int, epoch: int = 1, tenant: str = "", weight: float = 1.0) -> None:
-        shard.port.grant(Grant(client, epoch, b"", tenant, weight))
+    def __init__(
+        self, shard: Shard, client: int, epoch: int = 1, tenant: str = "", weight: float = 1.0, step_us: int = 0
+    ) -> None:
+        shard.port.grant(Grant(client, epoch, b"", tenant, weight, step_us=step_us))
         shard.port.hold(client, range(100))
         self.link = InprocLink(shard.port, Hello(client, epoch, b""), shard.index, shard.serve_once)
         self.client, self.epoch, self.seq = client, epoch, 0

@@ -54,7 +54,14 @@ class RemoteLoRAManager:
                 check_launches(terms, vllm_config.model_config.dtype, vllm_config.scheduler_config.max_num_seqs)
 
         timings, first_seconds = found.timings, None
-        server = RemoteServer(found.address, found.transport, device=str(device), wire=found.wire, timings=timings)
+        server = RemoteServer(
+            found.address,
+            found.transport,
+            device=str(device),
+            wire=found.wire,
+            timings=timings,
+            slo_class=found.slo_class,
+        )
         if found.transport == "nvshmem":  # a failed start loses its place in the world
             first_seconds = found.world_seconds
             suits(server.ask_terms(first_seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -15,7 +16,7 @@ from lora_server.control.adapters.records import Record, described
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.members.shards import PendingCommand, wait_all
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import AdapterExistsError, LoraServerError
+from lora_server.errors import AdapterExistsError, ConfigError, LoraServerError
 from lora_server.timings import DEFAULTS, Timings
 
 log = structlog.get_logger()
@@ -101,8 +102,9 @@ class CatalogChanges:
             wait_all(list(loads), seconds, f"loading {record.name!r}")
             with self.lock:
                 self.check_served(served)
-                pinned = self._catalog.get(record.name).pinned if keep else record.pinned
-                record = replace(record, pinned=pinned)
+                if keep:
+                    now = self._catalog.get(record.name)
+                    record = replace(record, pinned=now.pinned, slo_class=now.slo_class)
                 self._catalog.ledger.drains(served, drain_seconds)
                 if keep:
                     self._catalog.ledger.added(record, served)
@@ -135,16 +137,31 @@ class CatalogChanges:
         return self._sync.note(record.handle)
 
     def set_pinned(self, record: Record, pinned: bool) -> None:
-        """Write a pin to the ledger, and have shards keep it, for themselves and for the next controller."""
+        """Pin an adapter for good, or unpin it."""
+        record = self._amend(record, pinned=pinned)
+        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
+
+    def set_class(self, record: Record, slo_class: str) -> None:
+        """Give an adapter an SLO class for good; empty: none of its own. Raises ConfigError for a directory's."""
+        if record.of_directory:
+            raise ConfigError(
+                f"adapter {record.name!r}: comes from --adapters, got SLO class {slo_class!r}; name it in the file of "
+                "--classes"
+            )
+        record = self._amend(record, slo_class=slo_class)
+        log.info("adapter has another SLO class", **described(record), slo_class=slo_class)
+
+    def _amend(self, record: Record, **fields: Any) -> Record:
+        """Write fields of a listed adapter to the ledger, and have shards keep them, for the next controller."""
         with self.lock:
             self.check_served(record)
-            record = replace(self._catalog.get(record.name), pinned=pinned)
+            record = replace(self._catalog.get(record.name), **fields)
             self._catalog.ledger.updated(record)
             self._catalog.put(record)
             notes = self._sync.note(record.handle)
             self._admission.collect()
-        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
         self.wait_noted(notes, record.name)
+        return record
 
     def wait_noted(self, notes: list[PendingCommand], name: str) -> None:
         """Wait until every shard keeps a change."""

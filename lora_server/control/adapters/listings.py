@@ -10,7 +10,7 @@ from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.records import Record
 from lora_server.control.adapters.refusals import RefusedAdapter
-from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.service import AdmissionService
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.registry.versions import Version
 
@@ -27,16 +27,23 @@ class Listing(NamedTuple):
     error: str
     holders: int
     warnings: tuple[str, ...]
+    slo_class: str
 
 
 class AdapterListings:
     """Lists adapters from what several objects know. It has no state and no lock, so an answer may span a change."""
 
     def __init__(
-        self, catalog: AdapterCatalog, sync: ShardSync, holds: ClientHolds, failures: UpdateFailures, layers: int
+        self,
+        catalog: AdapterCatalog,
+        sync: ShardSync,
+        admission: AdmissionService,
+        failures: UpdateFailures,
+        layers: int,
     ) -> None:
         """`layers`: of the model."""
-        self._catalog, self._sync, self._holds, self._failures, self._layers = catalog, sync, holds, failures, layers
+        self._catalog, self._sync, self._failures, self._layers = catalog, sync, failures, layers
+        self._holds, self._classes = admission.holds, admission.classes
 
     def all(self) -> list[Listing]:
         """Return every adapter, by name."""
@@ -97,7 +104,8 @@ class AdapterListings:
         state = self._sync.state(handle) if self._catalog.is_wanted(record) else "draining"
         layers, error = residency.num_layers(handle), residency.error(handle)
         warnings = (*record.warnings, *self._not_served(record))
-        return Listing(record, state, layers, self._layers, error, len(self._holds.by_client(handle)), warnings)
+        holders, slo_class = len(self._holds.by_client(handle)), self._classes.shown(record)
+        return Listing(record, state, layers, self._layers, error, holders, warnings, slo_class)
 
     def _not_served(self, record: Record) -> list[str]:
         """Return why newer content is not served under its name."""

@@ -57,8 +57,10 @@ class PeerSource:
         if served is None:
             self._changes.offer(self._files.localized(record_of(one)), eager=False)
             log.info("adapter added by another server", name=one.name, version=one.version[:12])
-        elif known is not None and self._catalog.is_listed(known) and known.pinned != one.pinned:
-            self._catalog.put(replace(known, pinned=one.pinned))
+        elif (
+            known is not None and self._catalog.is_listed(known) and _marks(known) != (marks := _marks(record_of(one)))
+        ):
+            self._catalog.put(replace(known, pinned=marks[0], slo_class=marks[1]))
             self._sync.note(known.handle)
             self._admission.collect()
         return served is None or served.handle == one.handle or served.of_directory
@@ -82,3 +84,7 @@ class PeerSource:
             log.error("another server's version is not served", name=record.name, error=str(error))
             return False
         return True
+
+
+def _marks(record: Record) -> tuple[bool, str]:
+    return record.pinned, record.slo_class

@@ -43,6 +43,7 @@ class Record:
     found: str = ""
     pinned: bool = False
     of_directory: bool = False
+    slo_class: str = ""  # that it was given by name
 
     @cached_property
     def site_codes(self) -> tuple[int, ...]:

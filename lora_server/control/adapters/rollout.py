@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -62,7 +63,13 @@ class AdapterRollout:
     # -- add
 
     def register(
-        self, name: str, uri: str, eager: bool = False, seconds: float = FETCH_SECONDS, listed: Sequence[str] = ()
+        self,
+        name: str,
+        uri: str,
+        eager: bool = False,
+        seconds: float = FETCH_SECONDS,
+        listed: Sequence[str] = (),
+        slo_class: str = "",
     ) -> tuple[Record, list[PendingCommand], bool]:
         """Validate and list an adapter, and tell every live shard of it; return True if it is new.
 
@@ -77,7 +84,7 @@ class AdapterRollout:
             existing = self._changes.existing(name, found.version)
             if existing is None:
                 self._catalog.check_free(name)
-            record = existing or self._changes.numbered(found)
+            record = existing or replace(self._changes.numbered(found), slo_class=slo_class)
             warn(record)
             if existing is None:
                 self._catalog.ledger.added(record)
@@ -87,21 +94,27 @@ class AdapterRollout:
                 self._catalog.ledger.removed(record)
                 raise
 
-    def add(self, name: str, uri: str, seconds: float, allowed: Allowed | None = None) -> Record:
+    def add(
+        self, name: str, uri: str, seconds: float, allowed: Allowed | None = None, slo_class: str | None = None
+    ) -> Record:
         """Register an adapter and wait until every shard has it; take it back if one cannot load it. `allowed`: a
-        caller's, where it may take less than the server may. Raises AdapterError, ServerUnavailableError."""
+        caller's, where it may take less than the server may. `slo_class`: None leaves that of an adapter that is
+        registered. Raises AdapterError, ConfigError, ServerUnavailableError."""
         began, allowed = self._clock.now(), allowed or self.allowed
+        self._admission.classes.known.check(slo_class or "")
         try:
             with _readable(uri):
                 self._sync.shards.require_up()
                 allowed.check(uri)
-                record, loads, new = self.register(name, uri, True, seconds, allowed.sources)
+                record, loads, new = self.register(name, uri, True, seconds, allowed.sources, slo_class or "")
             try:
                 wait_all(loads, self._left(began + seconds), f"loading {name!r}")
             except LoraServerError:
                 if new:
                     self.remove(name)
                 raise
+            if slo_class not in (None, record.slo_class):
+                self._changes.set_class(record, slo_class or "")
         except LoraServerError as error:
             log.warning("adapter not added", name=clip(name), uri=clip(uri), error=str(error))
             raise

@@ -23,6 +23,7 @@ from lora_server.control.members.shards import ShardTable
 from lora_server.control.start import StartState
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.registry.versions import Ledger
+from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
@@ -59,13 +60,14 @@ class ServerAdapters(NamedTuple):
         copies: Copies | None = None,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
+        classes: SloClasses = NO_CLASSES,
     ) -> ServerAdapters:
         """`most_active`: see PoolCapacity; `fetcher` fetches remote adapters; `allowed`: where those that are added may
         lie; `ledger` has for good what is added by name, `copies` its files. Raises ServerUnavailableError."""
         spec = agreement.spec
         catalog = AdapterCatalog(start, leases, CatalogLedger(ledger))
         sync = ShardSync(shards, catalog, start, agreement.placement)
-        admission = AdmissionService(catalog, sync, most_active, timings, clock)
+        admission = AdmissionService(catalog, sync, most_active, timings, clock, classes)
         files = AdapterFiles(spec, catalog, fetcher, copies)
         failures = UpdateFailures(ledger.attempts if ledger is not None else None)
         changes = CatalogChanges(catalog, sync, admission, failures, timings, clock)
@@ -74,7 +76,7 @@ class ServerAdapters(NamedTuple):
             sync,
             admission,
             files,
-            AdapterListings(catalog, sync, admission.holds, failures, spec.layers),
+            AdapterListings(catalog, sync, admission, failures, spec.layers),
             changes,
             AdapterRollout(catalog, sync, admission, files, failures, changes, allowed, clock),
             DirectorySource(catalog, sync, admission, changes, spec, timings, clock),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from lora_server.control.sync.sizes import PoolSizes
+from lora_server.errors import AdapterLoadError
 from lora_server.units import size
 
 
@@ -51,6 +52,14 @@ class PoolCapacity:
         self.pinned -= {handle}
         self._change(set(), self.active & {handle})
 
+    def check(self, names: Sequence[str], handles: Set[int]) -> None:
+        """Raise AdapterLoadError where these can never have places together."""
+        if reason := self.too_large(handles):
+            raise AdapterLoadError(
+                f"adapters {list(names)}: {reason}; put fewer adapters into a batch, or start the server with a larger "
+                "--device-pool or more shards"
+            )
+
     def too_large(self, handles: Set[int]) -> str:
         """Return why these can never have places together; empty where they can."""
         if self.most and len(handles) > self.most:
@@ -61,6 +70,10 @@ class PoolCapacity:
                 pinned = f", of which {beside} are pinned" if beside else ""
                 return f"{taken} bytes are needed together on shard {shard}, and its pool has {capacity}{pinned}"
         return ""
+
+    def takes_place(self, handles: Set[int]) -> bool:
+        """Return whether these fit, and are measured, and not all of them are in use."""
+        return not handles <= self.in_use and self.sizes.unmeasured(handles) is None and not self.lacking(handles)
 
     def lacking(self, handles: Set[int], without: Set[int] = frozenset()) -> str:
         """Return why there is no place for these beside the active ones, or beside those that are left without some

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lora_server.control.admission.tickets import Ticket
 from lora_server.errors import AdapterNotLoadedError, LoraServerError
@@ -27,7 +27,11 @@ class TicketLoads:
 
     def seconds_left(self, ticket: Ticket) -> float:
         """Return how long a ticket's adapters still load."""
-        return max(map(self._seconds_left, ticket.handles or ()), default=0.0)
+        return self.expected(ticket.handles or ())
+
+    def expected(self, handles: Iterable[int]) -> float:
+        """Return how long these are expected to load; infinity if that is unknown."""
+        return max(map(self._seconds_left, handles), default=0.0)
 
     def is_awaited(self, ticket: Ticket) -> bool:
         """Return whether an admitted ticket waits for its adapters."""

@@ -2,62 +2,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Iterator, Set
+from heapq import merge
+from itertools import count
+from typing import NamedTuple
 
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.margin import LATE, nanoseconds
+from lora_server.control.admission.ranking import RankedTicket, TenantRanking
 from lora_server.control.admission.tickets import Ticket, TicketKey
 from lora_server.timings import Timings
 
 
-class AdmissionOrder:
-    """Tenants' shares while tickets wait. Not thread-safe: `AdmissionService` has the lock.
+class _Waiting(NamedTuple):
+    key: TicketKey
+    ticket: Ticket
+    serial: int
 
-    Within a tenant the first to come is first. Between tenants each ticket begins where what its tenant has been
-    given, and asked for earlier, ends: an adapter counts for one, divided by the tenant's weight. A tenant that begins
-    to wait begins where the others are, so no tenant saves up for later, and others pass a long queue of one tenant's.
+
+class FirstTicket(NamedTuple):
+    """The first ticket in the order that is measured and found no place at the last look; `wanted` are handles."""
+
+    key: TicketKey
+    ticket: Ticket
+    wanted: Set[int]
+
+    def drained(self, now: float, first_seconds: float, capacity: PoolCapacity, holds: ClientHolds) -> frozenset[int]:
+        """Return the adapters in use that take no new holds, so that this ticket gets a place: those with the fewest
+        holds, as many as it needs, once it has been first for `first_seconds`, or for a part of its objective if that
+        is less; and one more every `first_seconds`."""
+        if self.ticket.first_since is None:
+            self.ticket.first_since = now
+        patience = min(first_seconds, self.ticket.slo.objective / LATE)
+        if (over := now - self.ticket.first_since - patience) < 0:
+            return frozenset()
+        fewest = sorted(capacity.in_use - self.wanted, key=lambda handle: (holds.by_client(handle).total(), handle))
+        needed = 0
+        while capacity.lacking(self.wanted, frozenset(fewest[:needed])) and needed < len(fewest):
+            needed += 1
+        return frozenset(fewest[: needed + int(over / first_seconds)])
+
+
+class AdmissionOrder:
+    """The tickets that wait, and their order. Not thread-safe: `AdmissionService` has the lock.
+
+    Within a tenant the order is that of `TenantRanking`; without SLO classes, the first to come is first. Between
+    tenants each ticket begins where what its tenant has been given, and asked for earlier, ends: an adapter counts for
+    one, divided by the tenant's weight. A tenant that begins to wait begins where the others are, so no tenant saves up
+    for later, and others pass a long queue of one tenant's.
     """
 
     def __init__(self, first_seconds: float = Timings.first_in_queue) -> None:
-        self._first_seconds = first_seconds
-        self._had: dict[str, float] = {}  # by tenant, since a ticket has been waiting
+        self.first_seconds = first_seconds
+        self._waiting: dict[TicketKey, _Waiting] = {}  # in the order in which they came
+        self._by_serial: dict[int, _Waiting] = {}
+        self._serials = count(1)
+        self._tenants: dict[str, TenantRanking] = {}  # those that waited since a ticket has been waiting
+        self.first: FirstTicket | None = None
+        self.by_class: Counter[str] = Counter()  # how many wait
         self._now = 0.0  # where the ticket that was admitted last began
 
-    def join(self, ticket: Ticket, waiting: Iterable[Ticket]) -> None:
-        """Take in a ticket's tenant, which begins to wait if it has no other ticket among `waiting`."""
-        if all(one.tenant != ticket.tenant for one in waiting):
-            self._had[ticket.tenant] = max(self._had.get(ticket.tenant, 0.0), self._now)
+    def __contains__(self, key: TicketKey) -> bool:
+        return key in self._waiting
 
-    def sort(self, waiting: Mapping[TicketKey, Ticket]) -> list[tuple[TicketKey, Ticket]]:
-        """Return the tickets in the order in which they are to be served."""
-        ends, begins = dict(self._had), dict[TicketKey, float]()
-        for key, ticket in waiting.items():
-            begins[key] = ends[ticket.tenant]
-            ends[ticket.tenant] += len(ticket.names) / ticket.weight
-        return sorted(waiting.items(), key=lambda one: begins[one[0]])  # of equals, the first to come
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    def admitted(self, ticket: Ticket) -> None:
-        """Count what a ticket was given."""
-        self._now = max(self._now, self._had[ticket.tenant])
-        self._had[ticket.tenant] += len(ticket.names) / ticket.weight
+    def __iter__(self) -> Iterator[TicketKey]:
+        return iter(self._waiting)
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Yield the tickets that wait, the first to come first."""
+        return (one.ticket for one in self._waiting.values())
+
+    # -- changes
+
+    def add(self, key: TicketKey, ticket: Ticket) -> None:
+        """Append a ticket. Its tenant begins to wait if it has no other ticket."""
+        tenant = self._tenants.setdefault(ticket.tenant, TenantRanking())
+        if not tenant:
+            tenant.had = max(tenant.had, self._now)
+        one = self._waiting[key] = _Waiting(key, ticket, next(self._serials))
+        self._by_serial[one.serial] = one
+        self.by_class[ticket.slo.name] += 1
+        times = (nanoseconds(ticket.slo.objective), nanoseconds(ticket.since), nanoseconds(ticket.load))
+        tenant.add(RankedTicket(one.serial, _cost(ticket), *times))
+
+    def expect(self, key: TicketKey, load: float) -> None:
+        """Change the seconds that loading a ticket's adapters is expected to take."""
+        one = self._waiting[key]
+        one.ticket.load = load
+        self._tenants[one.ticket.tenant].expect(one.serial, nanoseconds(load))
+
+    def discard(self, key: TicketKey) -> None:
+        """Remove a ticket, if it waits."""
+        if (one := self._waiting.pop(key, None)) is not None:
+            del self._by_serial[one.serial]
+            self.by_class[one.ticket.slo.name] -= 1
+            self._tenants[one.ticket.tenant].remove(one.serial)
+
+    def admit(self, key: TicketKey, takes_place: bool) -> None:
+        """Remove a ticket that is admitted, and count what it was given. `takes_place`: of adapters that were not in
+        use, so it overtook the tickets that came before it."""
+        one = self._waiting[key]
+        tenant = self._tenants[one.ticket.tenant]
+        self._now = max(self._now, tenant.had)
+        tenant.had += _cost(one.ticket)
+        if takes_place:
+            tenant.count(one.serial)
+        self.discard(key)
 
     def clear(self) -> None:
         """Forget all shares: no ticket waits any more."""
-        self._had.clear()
+        self._tenants.clear()
         self._now = 0.0
 
-    def drained_for(
-        self, first: Ticket, wanted: Set[int], now: float, capacity: PoolCapacity, holds: ClientHolds
-    ) -> frozenset[int]:
-        """Return the adapters in use that take no new holds, so that the first ticket gets a place: those with the
-        fewest holds, as many as it needs, and one more every `first_seconds`."""
-        if first.first_since is None:
-            first.first_since = now
-        turns = int((now - first.first_since) / self._first_seconds)
-        if not turns:
-            return frozenset()
-        fewest = sorted(capacity.in_use - wanted, key=lambda handle: (holds.by_client(handle).total(), handle))
-        needed = 0
-        while capacity.lacking(wanted, frozenset(fewest[:needed])) and needed < len(fewest):
-            needed += 1
-        return frozenset(fewest[: needed + turns - 1])
+    # -- questions
+
+    def sequence(self, now: float) -> list[tuple[TicketKey, Ticket]]:
+        """Return the tickets in the order in which they are to be served."""
+        serials = (serial for _, serial in merge(*(_begins(tenant) for tenant in self._look(now))))
+        return [(one.key, one.ticket) for one in map(self._by_serial.__getitem__, serials)]
+
+    def position(self, key: TicketKey, now: float) -> int:
+        """Return a ticket's position in that order, from 1 on, without making it."""
+        one = self._waiting[key]
+        tenants, own = self._look(now), self._tenants[one.ticket.tenant]
+        ahead = own.index(one.serial)
+        begins = own.begins(ahead)
+        return 1 + ahead + sum(tenant.num_before(begins, one.serial) for tenant in tenants if tenant is not own)
+
+    def _look(self, now: float) -> list[TenantRanking]:
+        tenants = [tenant for tenant in self._tenants.values() if tenant]
+        for tenant in tenants:
+            tenant.look(nanoseconds(now))
+        return tenants
+
+    def is_behind_first(self, key: TicketKey, now: float) -> bool:
+        """Return whether a ticket comes after the first, if that still waits."""
+        first = self.first
+        return first is not None and first.key in self and self.position(first.key, now) < self.position(key, now)
+
+
+def _cost(ticket: Ticket) -> float:
+    return len(ticket.names) / ticket.weight
+
+
+def _begins(tenant: TenantRanking) -> Iterator[tuple[float, int]]:
+    return ((tenant.begins(index), serial) for index, serial in enumerate(tenant.order()))

@@ -3,17 +3,19 @@
 An adapter is active while a client holds it. The active adapters fit the device pools of all shards together. A ticket
 is admitted at once if its adapters are active, or fit as well.
 
-The rule is first come, first served, with backfill. A ticket of an adapter that no shard has measured yet is skipped. A
-ticket that fits may overtake earlier ones that do not. Once the first measured ticket has waited `first_seconds`,
-backfill stops: no other ticket takes a new place, and adapters are drained for it (`AdmissionOrder`). Tickets for a
-drained adapter wait behind it; tickets for other adapters in use are still admitted at once. So the first ticket is
-admitted when clients have released the drained adapters, and no ticket starves. Tenants share by weight.
+The rule is first come, first served, with backfill; with SLO classes, the least deadline margin first (`margin.py`). A
+ticket of an adapter that no shard has measured yet is skipped. A ticket that fits may overtake earlier ones that do
+not. Once the first measured ticket has waited `first_seconds`, backfill stops: no other ticket takes a new place, and
+adapters are drained for it (`AdmissionOrder`). Tickets for a drained adapter wait behind it; tickets for other adapters
+in use are still admitted at once. So the first ticket is admitted when clients have released the drained adapters, and
+no ticket starves. Tenants share by weight.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,10 +24,11 @@ from lora_server import telemetry
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
-from lora_server.control.admission.order import AdmissionOrder
-from lora_server.control.admission.tickets import Ticket, TicketKey, TicketTable
+from lora_server.control.admission.order import FirstTicket
+from lora_server.control.admission.table import TicketTable
+from lora_server.control.admission.tickets import NO_CLASS, Ticket, TicketClass, TicketKey
 from lora_server.control.admission.updates import HoldUpdates
-from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
+from lora_server.errors import AdmissionError, LoraServerError
 from lora_server.histogram import Histogram
 
 
@@ -50,6 +53,7 @@ class AdmissionCounters:
     immediate: int = 0
     queued: int = 0  # admitted after they had waited
     waits: Histogram = field(default_factory=Histogram)  # seconds that queued tickets waited
+    waits_by_class: dict[str, Histogram] = field(default_factory=dict)  # likewise, of all tickets with an SLO class
     loads: Histogram = field(default_factory=Histogram)  # seconds that admitted tickets waited for weights
     hits: int = 0  # adapters that were READY in all device pools when a client got them
     misses: int = 0
@@ -68,7 +72,6 @@ class AdmissionQueue:
     holds: ClientHolds = field(default_factory=ClientHolds)
     updates: HoldUpdates = field(default_factory=lambda: HoldUpdates(lambda command: None, nullcontext()))
     clock: Callable[[], float] = time.monotonic
-    order: AdmissionOrder = field(default_factory=AdmissionOrder)
     counters: AdmissionCounters = field(default_factory=AdmissionCounters)
     tickets: TicketTable = field(default_factory=TicketTable)
     loads: TicketLoads = field(default_factory=TicketLoads)
@@ -84,6 +87,7 @@ class AdmissionQueue:
         tenant: str = "",
         weight: float = 1.0,
         pace: float | None = None,
+        slo: TicketClass = NO_CLASS,
     ) -> list[int] | QueuePosition | AdapterLoading:
         """Hold all of these adapters for a client, or queue a ticket; raises why they cannot be held.
 
@@ -95,7 +99,7 @@ class AdmissionQueue:
         ticket = self.tickets.find(key) if number else None
         if ticket is None:
             self.tickets.check(client)
-            ticket = Ticket(tuple(names), self.clock(), tenant, weight, pace)
+            ticket = Ticket(tuple(names), self.clock(), tenant, weight, pace, slo)
             self._ask(key, ticket)
         if ticket.error is not None:
             raise ticket.error
@@ -105,10 +109,9 @@ class AdmissionQueue:
         return AdapterLoading(handles, self.loads.seconds_left(ticket)) if key in self.tickets.loading else handles
 
     def _ask(self, key: TicketKey, ticket: Ticket) -> None:
-        self.resolve(ticket.names)  # raises
-        self.order.join(ticket, self.tickets.waiting.values())
+        ticket.load = self.loads.expected(self.resolve(ticket.names))  # raises
         self.tickets.add(key, ticket)
-        self.admit()
+        self.admit((key, ticket))
         ticket.waited = True
         if key[1] == 0 and key in self.tickets.waiting:
             reason = self._position(key, ticket).reason
@@ -163,27 +166,28 @@ class AdmissionQueue:
 
     # -- the queue
 
-    def admit(self) -> None:
-        """Admit every queued ticket that the rule allows now. Call it whenever capacity may have become free."""
+    def admit(self, new: tuple[TicketKey, Ticket] | None = None) -> None:
+        """Admit every queued ticket that the rule allows now. Call it whenever capacity may have become free.
+
+        `new`: all that changed is that this ticket came. If it takes no new place, the others are as they were.
+        """
         self.update()
-        now, first, drained = self.clock(), None, frozenset[int]()
-        for key, ticket in [] if self.paused else self.order.sort(self.tickets.waiting):
-            try:
-                handles = self._resolve(ticket)
-            except LoraServerError as error:
-                ticket.error = error
-                del self.tickets.waiting[key]
-                continue
-            wanted, capacity = set(handles), self.capacity
-            if capacity.sizes.unmeasured(wanted) is not None or (drained and not wanted <= capacity.in_use - drained):
-                continue
-            if not capacity.lacking(wanted):
-                self._admit(key, ticket, handles, now)
-            elif first is None:
-                first = ticket
-                drained = self.order.drained_for(ticket, wanted, now, capacity, self.holds)
-        if not self.tickets.waiting:
-            self.order.clear()
+        order, now = self.tickets.waiting, self.clock()
+        if new is not None and not self.capacity.takes_place(set(self.resolve(new[1].names))):
+            looked_at, behind = [new], order.is_behind_first(new[0], now)
+        else:
+            looked_at, behind, order.first = order.sequence(now), False, None
+        if self.paused:
+            looked_at = []
+        rule = now, order.first_seconds, self.capacity, self.holds
+        drained = order.first.drained(*rule) if behind and order.first is not None else frozenset()
+        for key, ticket in looked_at:
+            lacking = self._admit_if_allowed(key, ticket, drained, now)
+            if lacking and not behind:
+                order.first = FirstTicket(key, ticket, lacking)
+                drained, behind = order.first.drained(*rule), True
+        if not order:
+            order.clear()
         self.updates.flush()
 
     def answer(self, failed: Mapping[int, LoraServerError]) -> bool:
@@ -205,18 +209,28 @@ class AdmissionQueue:
         self.updates.flush()
         return any_answered
 
-    def _resolve(self, ticket: Ticket) -> list[int]:
-        handles = self.resolve(ticket.names)
-        if reason := self.capacity.too_large(set(handles)):
-            raise AdapterLoadError(
-                f"adapters {list(ticket.names)}: {reason}; put fewer adapters into a batch, or start the "
-                "server with a larger --device-pool or more shards"
-            )
-        return handles
+    def _admit_if_allowed(self, key: TicketKey, ticket: Ticket, drained: Set[int], now: float) -> set[int]:
+        """Admit a ticket beside the drained adapters, or end it with an error; return the handles that it wants if
+        there is no place for them."""
+        try:
+            handles = self.resolve(ticket.names)
+            self.capacity.check(ticket.names, set(handles))
+        except LoraServerError as error:
+            ticket.error = error
+            self.tickets.waiting.discard(key)
+            return set()
+        wanted, capacity = set(handles), self.capacity
+        if ticket.slo.objective < math.inf:
+            self.tickets.waiting.expect(key, self.loads.expected(handles))
+        if capacity.sizes.unmeasured(wanted) is not None or (drained and not wanted <= capacity.in_use - drained):
+            return set()
+        if capacity.lacking(wanted):
+            return wanted
+        self._admit(key, ticket, handles, now)
+        return set()
 
     def _admit(self, key: TicketKey, ticket: Ticket, handles: list[int], now: float) -> None:
-        del self.tickets.waiting[key]
-        self.order.admitted(ticket)
+        self.tickets.waiting.admit(key, takes_place=not self.capacity.in_use >= set(handles))
         ticket.handles, ticket.admitted = handles, now
         if key[1] and self.loads.is_awaited(ticket):  # a ticket of number 0 is answered now
             self.tickets.loading[key] = ticket
@@ -224,9 +238,12 @@ class AdmissionQueue:
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
         self.updates.held(key[0], more=self.holds.acquire(key[0], handles))
+        waited_ns = int((now - ticket.since) * 1e9)
+        if ticket.slo.name:
+            self.counters.waits_by_class.setdefault(ticket.slo.name, Histogram()).add(waited_ns)
         if ticket.waited:
             self.counters.queued += 1
-            self.counters.waits.add(int((now - ticket.since) * 1e9))
+            self.counters.waits.add(waited_ns)
             telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
         else:
             self.counters.immediate += 1
@@ -238,7 +255,7 @@ class AdmissionQueue:
         self.updates.active(more, fewer, trace)
 
     def _position(self, key: TicketKey, ticket: Ticket) -> QueuePosition:
-        position = [other for other, _ in self.order.sort(self.tickets.waiting)].index(key) + 1
+        position = self.tickets.waiting.position(key, self.clock())
         if self.paused:
             return QueuePosition(position, self.paused)
         handles = self.resolve(ticket.names)

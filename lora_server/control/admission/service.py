@@ -14,16 +14,19 @@ from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.records import Record
 from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.classes import AdmissionClasses
 from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.names import NamesInUse
 from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue, QueuePosition
+from lora_server.control.admission.table import TicketTable
 from lora_server.control.admission.tally import Tally
 from lora_server.control.admission.updates import HoldUpdates
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
+from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -55,8 +58,10 @@ class AdmissionService:
         most_active: int = 0,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
+        classes: SloClasses = NO_CLASSES,
     ) -> None:
         """`most_active`: see PoolCapacity."""
+        self.classes = AdmissionClasses(classes, catalog.find)
         self._catalog, self._sync, self._clock = catalog, sync, clock
         self.tally = Tally(partial(name_of, catalog), clock.now)
         self._changed = threading.Condition(threading.RLock())  # holds, the queue, or what is held
@@ -77,7 +82,7 @@ class AdmissionService:
             self.holds,
             HoldUpdates(tell, self._changed),
             clock=clock.now,
-            order=AdmissionOrder(timings.first_in_queue),
+            tickets=TicketTable(AdmissionOrder(timings.first_in_queue)),
             loads=TicketLoads(sync.residency.seconds_left, timings.loading),
         )
         self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
@@ -93,20 +98,22 @@ class AdmissionService:
         weight: float = 1.0,
         check: CheckInUse | None = None,
         pace: float | None = None,
+        slo_class: str = "",
     ) -> AdmissionAnswer:
-        """Hold all of `names`, or be queued for them. `check` raises where no more may be in use; `pace`: see Ticket.
+        """Hold all of `names`, or be queued for them. `check` raises where no more may be in use; `pace`: see Ticket;
+        `slo_class`: of adapters that have none of their own.
 
         Raises UnknownAdapterError, AdapterLoadError, AdmissionError, ServerUnavailableError.
         """
         with self._changed:
             self._catalog.start.require_settled()
             if check is not None:
-                waiting = (name for one in self.queue.tickets.waiting.values() for name in one.names)
+                waiting = (name for one in self.queue.tickets.waiting.tickets() for name in one.names)
                 check(self._names.of(tenant).union(waiting))  # what waits is held as soon as there is capacity
             for found in filter(None, map(self._catalog.find, set(names))):
                 if self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
                     self._sync.load(found)
-            answer = self.queue.acquire(client, ticket, names, tenant, weight, pace)
+            answer = self.queue.acquire(client, ticket, names, tenant, weight, pace, self.classes.of(names, slo_class))
             if isinstance(answer, AdapterLoading):
                 return AdmissionAnswer(_records(self._catalog, answer.handles), loading=answer.seconds)
             if not isinstance(answer, QueuePosition):

@@ -29,6 +29,7 @@ class ClientLease:
     served_names: tuple[str, ...] = ()  # the engine's names of its base model
     tenant: str = ""  # empty: the operator's client
     token: str = ""  # the id of what it joined with
+    slo_class: str = ""
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     calls: Counts = field(default_factory=Counts)
 
@@ -49,7 +50,14 @@ class Leases:
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
         self._lock = threading.Lock()
 
-    def grant(self, instance: str, served_names: Iterable[str] = (), tenant: str = "", token: str = "") -> ClientLease:
+    def grant(
+        self,
+        instance: str,
+        served_names: Iterable[str] = (),
+        tenant: str = "",
+        token: str = "",
+        slo_class: str = "",
+    ) -> ClientLease:
         """Grant a lease to a new client. Raises LimitError."""
         with self._lock:
             clients = sum((one.tenant, one.token) == (tenant, token) for one in self._leases.values())
@@ -63,7 +71,7 @@ class Leases:
             self._epoch = self._epoch % 0xFFFF + 1
             key = secrets.token_bytes(32)
             names = tuple(served_names)
-            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), names, tenant, token)
+            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), names, tenant, token, slo_class)
             self._leases[client] = lease
             return lease
 
@@ -74,7 +82,7 @@ class Leases:
             self._next_client = max(self._next_client, client + 1)
             if client in self._leases:
                 return False
-            whose = grant.tenant, grant.token
+            whose = grant.tenant, grant.token, grant.slo_class
             lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names, *whose)
             self._leases[client] = lease
             return True

@@ -58,6 +58,7 @@ def adapter(listing: Listing) -> pb.Adapter:
         error=listing.error,
         holders=listing.holders,
         invocation=invocation(record),
+        slo_class=listing.slo_class,
         pinned=record.pinned and listing.state != "draining",
     )
 

@@ -136,12 +136,19 @@ def _admission(queue: AdmissionQueue) -> Iterable[Metric]:
     admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
     admitted.add_metric(["immediate"], counters.immediate)
     admitted.add_metric(["queued"], counters.queued)
+    of_class = "Time that requests with an SLO class waited until they were admitted; at once: 0"
     waited = "Time that queued requests waited until they were admitted"
     loaded = "Time that admitted requests waited until their adapters were loaded"
     yield from (
         admitted,
         _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
         _durations("lora_server_weights_wait_seconds", loaded, [], [([], loads.counts, loads.sum_ns)]),
+        _durations(
+            "lora_server_class_wait_seconds",
+            of_class,
+            ["slo_class"],
+            (([name], one.counts, one.sum_ns) for name, one in list(counters.waits_by_class.items())),
+        ),
         CounterMetricFamily("lora_server_adapter_hits", "Adapters that were whole in device pools when held", hits),
         CounterMetricFamily("lora_server_adapter_misses", "Adapters that were not", misses),
         GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", len(queue.tickets.waiting)),

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 
 from lora_server.control.adapters.catalog import name_of
+from lora_server.control.admission.service import AdmissionService
 from lora_server.control.controller import Controller
 from lora_server.control.reports.listing import refusal
 from lora_server.wire import lora_server_pb2 as pb
@@ -39,6 +40,7 @@ def status(controller: Controller) -> pb.StatusReply:
         run=controller.arrivals.run,
         shards=_shards(controller),
         joined=_joined(controller),
+        slo_classes=_slo_classes(adapters.admission),
     )
 
 
@@ -54,6 +56,12 @@ def _loading(controller: Controller) -> list[pb.LoadingStatus]:
                 row.expected_us = int(left[handle] * 1e6)
             rows.append(row)
     return rows
+
+
+def _slo_classes(admission: AdmissionService) -> list[pb.SloClassStatus]:
+    queued = admission.queue.tickets.waiting.by_class
+    known = admission.classes.known.classes
+    return [pb.SloClassStatus(name=one.name, slo=str(one.slo), queued=queued[one.name]) for one in known]
 
 
 def _shards(controller: Controller) -> list[pb.ShardStatus]:
@@ -79,6 +87,7 @@ def _joined(controller: Controller) -> list[pb.ClientStatus]:
     for lease, silence in controller.clients.leases.silences()[:MOST_JOINED]:
         held = controller.adapters.listings.held(lease.client)
         row = pb.ClientStatus(client=lease.client, instance=lease.instance, silent_seconds=silence, held=len(held))
+        row.slo_class = lease.slo_class
         row.adapters.extend(held[:MOST_HELD])
         row.transports.extend(sorted(transports.get(lease.client, ())))
         joined.append(row)

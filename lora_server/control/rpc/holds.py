@@ -32,7 +32,8 @@ class HoldCalls:
         with scope.asking(request.names, full):
             scope.bring(full)
             tenant, pace = scope.tenant, request.pace_us * 1e-6 if request.HasField("pace_us") else None
-            answer = self._requests.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check, pace)
+            whose = tenant.name, tenant.weight, check, pace, tenant.slo_class
+            answer = self._requests.acquire(proof, full, request.ticket, *whose)
         asked = dict(zip(full, request.names, strict=True))
         held = [_held(record, asked.get(record.name, record.name)) for record in answer.records]
         reply = pb.AcquireReply(adapters=held, loading=answer.loading is not None)

@@ -36,14 +36,22 @@ class Scopes:
         """Return the scope of a caller, or of the tenant that it acts on behalf of. Raises PermissionDeniedError."""
         return Scope(self, self.gate.acting(who, on_behalf_of))
 
-    def add(self, tenant: Tenant, full: str, uri: str, seconds: float, allowed: Allowed | None = None) -> Record:
+    def add(
+        self,
+        tenant: Tenant,
+        full: str,
+        uri: str,
+        seconds: float,
+        allowed: Allowed | None = None,
+        slo_class: str | None = None,
+    ) -> Record:
         """Add an adapter to a tenant's, and remove it again if it exceeds the tenant's bytes. See AdapterRollout.add;
         raises LimitError."""
         with self.gate.limits.adding(tenant, full) as added:
             names, nbytes = self._has(tenant.name)
             limits.check_adapters(tenant, len(names | added))
             limits.check_bytes(tenant, nbytes)
-            record = self._adapters.rollout.add(full, uri, seconds, allowed)
+            record = self._adapters.rollout.add(full, uri, seconds, allowed, slo_class)
             try:
                 limits.check_bytes(tenant, self._has(tenant.name)[1])
             except LimitError:

@@ -138,12 +138,14 @@ class ControlServer:
         scopes = Scopes(controller, gate, resolver)
         refusals = Refusals()
         adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes, refusals)
+        check_class = controller.adapters.admission.classes.known.check
+        access_service = AccessService(gate, scopes.find, scopes.begin_with, check_class)
         own = dict(
             [
                 _methods("Adapters", adapters, gate, adds, List=reads, Get=reads, Remove=changes, Unpin=changes),
                 _methods("Clients", clients, gate, leases, Join=joins, Borrow=joins, Await=waits),
                 _methods("Server", ServerService(controller, scopes), gate, reads, Drain=access),
-                _methods("Access", AccessService(gate, scopes.find, scopes.begin_with), gate, access, WhoIs=reads),
+                _methods("Access", access_service, gate, access, WhoIs=reads),
             ]
         )
         public = tuple(own) if reflection else ()

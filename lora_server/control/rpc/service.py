@@ -34,9 +34,10 @@ class AdaptersService:
         self._leases, self._allowed = controller.clients.leases, controller.adapters.rollout.allowed
 
     def Add(self, request: pb.AddAdapterRequest, who: Identity) -> pb.Adapter:
-        seconds = _wait_seconds(request)
+        seconds, slo_class = _wait_seconds(request), request.slo_class if request.HasField("slo_class") else None
         if who.is_operator:
-            return self._shown(self._adapters.rollout.add(request.name, request.uri, seconds).name, who)
+            added = self._adapters.rollout.add(request.name, request.uri, seconds, slo_class=slo_class)
+            return self._shown(added.name, who)
         allowed = self._allowed.within(who.tenant)
         allowed.check(request.uri)
         if self._leases.serving(request.name, who.tenant) is not None:
@@ -46,7 +47,7 @@ class AdaptersService:
         scope = self._scopes.of(who)
         self._scopes.gate.limits.check_rate(scope.tenant)
         full = scope.own(request.name)
-        return self._shown(self._scopes.add(scope.tenant, full, request.uri, seconds, allowed).name, who)
+        return self._shown(self._scopes.add(scope.tenant, full, request.uri, seconds, allowed, slo_class).name, who)
 
     def List(self, request: pb.ListAdaptersRequest, who: Identity) -> pb.ListAdaptersReply:
         scope = self._scopes.of(who, request.on_behalf_of)
@@ -114,17 +115,20 @@ class ClientsService:
         self._requests, self._holds = controller.requests, HoldCalls(controller.requests, scopes, refusals)
 
     def Join(self, request: pb.JoinRequest, who: Identity) -> pb.Lease:
-        weight = self._scopes.gate.tenant(who.tenant).weight
+        tenant, agreement = self._scopes.gate.tenant(who.tenant), self._controller.agreement
+        classes = self._controller.adapters.admission.classes
+        slo = classes.of_engine(request.slo_class, tenant.slo_class, agreement.spec)
         asked = request.place if request.HasField("place") else None
         if asked is not None and not who.is_operator:
             raise PermissionDeniedError(
                 f"transport nvshmem: got an engine of tenant {who.tenant}, expected the operator's: every PE of its "
                 "world can write to every other's memory; attach with transport='tcp'"
             )
-        lease, live = self._clients.join(request.instance, request.served_names, who.tenant, who.token, weight, asked)
+        whose = who.tenant, who.token, tenant.weight
+        lease, live = self._clients.join(request.instance, request.served_names, *whose, asked, slo)
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
-        agreement, catalog = self._controller.agreement, self._controller.adapters.catalog
+        catalog = self._controller.adapters.catalog
         if hidden:
             log.error("an engine's base model hides adapters of its name", adapters=hidden, instance=request.instance)
         return pb.Lease(
@@ -143,6 +147,7 @@ class ClientsService:
             adapters=len(catalog.records()) if who.is_operator else 0,
             wire=agreement.wire,
             place=lease.place,
+            slo_class=lease.slo_class,
             generation=agreement.generation,
         )
 

@@ -21,6 +21,7 @@ from lora_server.access.store import Tenant
 from lora_server.cli import app
 from lora_server.control.rpc.scope import Scopes
 from lora_server.registry.database import Database, metadata
+from lora_server.slo import SloClasses
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
@@ -228,6 +229,7 @@ def test_changes_by_another_controller_are_seen_here(gated):
     ("", "SetTenant", pb.Tenant(name="../x"), errors.ConfigError),
     ("", "SetTenant", pb.Tenant(name="org"), errors.ConfigError),
     ("", "SetTenant", pb.Tenant(name="acme", weight=-1), errors.ConfigError),
+    ("", "SetTenant", pb.Tenant(name="acme", slo_class="gold"), errors.ConfigError),
     ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), errors.ConfigError),
 ])  # fmt: skip
 def test_an_invalid_change_is_refused(gated, who, method, request_, error):
@@ -350,6 +352,65 @@ def test_the_cli_shows_what_the_token_may_see(gated, monkeypatch):
     assert [one.exit_code for one in told.values()] == [0, 0, 0, 1]
     assert "acme/bot" in told["adapters show bot"].stdout
     assert not any("rival" in one.output for one in told.values())
+
+
+def test_a_tenants_class_is_one_of_the_servers_and_orders_its_requests(gated, monkeypatch):
+    known = {
+        "gold": {"slo": "ttft_p99=1s,tpot_avg=1s"},
+        "silver": {"slo": "ttft_p99=4s,tpot_avg=1s", "adapters": ["law"]},
+    }
+    admission = gated.controller.adapters.admission
+    monkeypatch.setattr(admission.classes, "known", SloClasses.parse(known))
+    assert admission.classes.of(["law"]).name == "silver" and admission.classes.of(["law"], "gold").name == "gold"
+    assert admission.classes.of(["org/art", "law"]).name == "silver", "the strictest"
+    gated.gate.store.set_tenant(Tenant("acme", slo_class="gold"))
+    gated.gate.cache.refresh()
+    acquire(gated, "acme", gated.join("acme"), "bot")
+    acquire(gated, "rival", gated.join("rival"), "bot")
+    assert {name: sum(one.counts) for name, one in admission.queue.counters.waits_by_class.items()} == {"gold": 1}
+    monkeypatch.setenv("LORA_SERVER_TOKEN", gated.tokens["", Role.ADMIN])
+    told = cli("tenants", "list", "--server", gated.address, "--json")
+    assert [one["slo_class"] for one in json.loads(told.stdout) if one["name"] in ("acme", "rival")] == ["gold", None]
+    assert "gold" in cli("tenants", "list", "--server", gated.address).stdout
+    assert "ttft_p99=4000ms,tpot_avg=1000ms; requests" in cli("status", "--server", gated.address).stdout
+    shown = cli("adapters", "show", "law", "--server", gated.address, "--json")
+    assert json.loads(shown.stdout)["slo_class"] == "silver"
+
+
+def test_an_engine_joins_with_a_class_its_own_or_its_tenants(gated, monkeypatch):
+    known = SloClasses.parse(
+        {name: {"slo": f"ttft_p99=1s,tpot_avg={tpot}ms"} for name, tpot in (("gold", 8), ("fast", 2))}
+    )
+    monkeypatch.setattr(gated.controller.adapters.admission.classes, "known", known)
+    gated.gate.store.set_tenant(Tenant("acme", slo_class="gold"))
+    gated.gate.cache.refresh()
+    sites = gated.controller.agreement.spec.layers * 4
+
+    def joined(tenant, slo_class=""):
+        request = pb.JoinRequest(instance="engine", slo_class=slo_class)
+        lease = gated.ask(gated.tokens[tenant, Role.ENGINE], "Clients", "Join", request)
+        told = next(
+            one.kept.grant
+            for one in gated.shard.memory.reports(lambda handle: 0)
+            if one.kept.grant.client == lease.client
+        )
+        assert told.slo_class == lease.slo_class
+        return lease, told.step_us
+
+    assert joined("rival")[1] == 0
+    assert joined("acme")[1] == 8000 // sites
+    lease, step_us = joined("", "fast")
+    assert step_us == 2000 // sites
+    before = gated.controller.adapters.admission.queue.counters.waits_by_class
+    acquire(gated, "", proof_of(lease), "org/art")
+    assert sum(before["fast"].counts) == 1
+    with pytest.raises(errors.ConfigError, match="SLO class: got 'brass', expected one of"):
+        joined("", "brass")
+    monkeypatch.setenv("LORA_SERVER_TOKEN", gated.tokens["", Role.ADMIN])
+    assert "class fast; " in cli("status", "--server", gated.address).stdout
+    gated.gate.store.set_tenant(Tenant("acme"))
+    gated.gate.cache.refresh()
+    gated.controller.clients.end_all()
 
 
 # -- limits

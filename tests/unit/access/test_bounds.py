@@ -22,6 +22,7 @@ from lora_server.daemon.kept import MOST_GONE, Kept
 from lora_server.errors import AdapterFormatError, ConfigError, LimitError, LoraServerError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
+from lora_server.slo import SloClasses
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
@@ -189,6 +190,9 @@ def test_every_field_at_its_bounds_has_a_typed_outcome_for_every_role(gated, cal
 REFUSED = {"Access/RemoveTenant", "Clients/World", "Shards/Files", "Shards/Read", "Shards/Register"}
 
 
+LONGEST_CLASS = "x" * 64
+
+
 def accepted(gated, adapter, call, proof):
     """The largest request of a call that the server accepts: at its bounds, but for what has to name something."""
     request = largest(CALLS[call].input_type)
@@ -208,6 +212,7 @@ def accepted(gated, adapter, call, proof):
         "page_token": f"0:{name}",
         "version": "",
         "stop": False,
+        "slo_class": LONGEST_CLASS,
     }
     for field in CALLS[call].input_type.fields:
         if field.name == "holder":
@@ -231,7 +236,8 @@ def test_the_largest_request_that_passes_fits_every_message_that_it_becomes(tmp_
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(contextlib.closing(Database(f"sqlite:///{tmp_path / FILE}")))
         ledger = Ledger(database, spec_of("mixtral").to_json())
-        controller = make_tiny_controller(allowed=Allowed(roots=("/",)), ledger=ledger)
+        classes = SloClasses.parse({LONGEST_CLASS: {"slo": "ttft_p99=1s,tpot_avg=1s"}})
+        controller = make_tiny_controller(allowed=Allowed(roots=("/",)), ledger=ledger, classes=classes)
         gated = Gated(tmp_path, stack, controller=controller)
         admin = Caller(gated, gated.tokens["", Role.ADMIN], stack)
         lease = admin.ask("Clients/Join", pb.JoinRequest(instance="engine"))

@@ -14,6 +14,7 @@ from lora_server.control.members.agreement import Agreement
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, share
 from lora_server.ports import ANY_PORT, DataPorts
+from lora_server.slo import Slo
 from tests.support.doc_commands import blocks
 
 
@@ -136,3 +137,35 @@ def test_the_documented_firewalls_open_these_ports():
     ranges = [{(one["port"], one.get("endPort", one["port"])) for one in rule["ports"]} for rule in ingress]
     allowed = [{port for low, high in some for port in range(low, high + 1)} for some in ranges]
     assert allowed == list(expected.values())
+
+
+GOLD = "gold: {slo: 'ttft_p99=100ms,tpot_avg=40ms', adapters: [law, 'medical-*']}"
+
+
+def test_classes_are_a_file_or_a_mapping_of_the_config_file(tmp_path, monkeypatch):
+    (tmp_path / "classes.yaml").write_text(GOLD)
+    (tmp_path / "plan.yaml").write_text(f"base_model: mixtral-8x7b\nclasses:\n  {GOLD}\n")
+    monkeypatch.setenv("LORA_SERVER_CLASSES", str(tmp_path / "classes.yaml"))
+    (gold,) = load({"base_model": "mixtral-8x7b"}).classes.classes
+    assert (gold.name, gold.slo, gold.adapters) == ("gold", Slo(100_000, 99, 40_000), ("law", "medical-*"))
+    monkeypatch.delenv("LORA_SERVER_CLASSES")
+    config = load({}, tmp_path / "plan.yaml")
+    assert config.classes.classes == (gold,)
+    assert type(config).model_validate(config.model_dump()).classes == config.classes, "as its processes are told"
+    assert config.classes.of_adapter("medical-7") == gold and config.classes.of_adapter("Law") is None
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("gold", "got str, expected a name"), ("{}", "got dict, expected a name"),
+    ("gold: {slo: fast}", "gold: got 'fast', expected such as"),
+    ("others: {slo: 'ttft_p99=1s,tpot_avg=1s'}", "others: got"),
+    ("a b: {slo: 'ttft_p99=1s,tpot_avg=1s'}", "'a b': expected a name of 1 to 64"),
+    ("gold: {slo: 'ttft_p99=1s,tpot_avg=1s', adapters: law}", "gold: adapters: got 'law', expected a list"),
+    ("gold: [", "cannot be read"),
+])  # fmt: skip
+def test_bad_classes_are_one_line_that_names_the_flag(tmp_path, text, says):
+    (tmp_path / "classes.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load({"base_model": "mixtral-8x7b", "classes": tmp_path / "classes.yaml"})
+    told = str(caught.value)
+    assert told.startswith(f"--classes: {tmp_path / 'classes.yaml'}") and says in told and "\n" not in told

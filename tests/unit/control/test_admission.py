@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
+from lora_server.control.admission.tickets import TicketClass
 from lora_server.control.admission.updates import HoldUpdates
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
+from lora_server.slo import SloClasses
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.clocks import VirtualClock
@@ -174,6 +176,19 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     assert admission.counters.waits.sum_ns == Timings.first_in_queue * 1e9
 
 
+def test_a_ticket_with_an_objective_stops_backfill_after_a_part_of_it():
+    admission, clock = limited(a=6, big=8, small=2)
+    admission.acquire(1, 1, ["a"])
+    admission.acquire(2, 1, ["big"], slo=TicketClass("gold", 1.0))
+    assert admission.acquire(3, 1, ["a"]) == [1], "its adapter is in use"
+    clock.advance(0.25)
+    assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "earlier requests go first")
+    assert admission.acquire(4, 2, ["small"]) == QueuePosition(3, "earlier requests go first")
+    admission.release(1, [1])
+    admission.release(3, [1])
+    assert list(admission.tickets.waiting) == [(4, 1)]
+
+
 def test_tickets_of_unmeasured_adapters_are_skipped():
     admission, clock = limited(a=6, new=None)
     assert admission.acquire(1, 1, ["new"]).reason == "shard 0 has not looked at its files yet"
@@ -304,6 +319,20 @@ def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
         controller.requests.acquire(one, ["b", "c"], 3)
     controller.adapters.rollout.unpin("a")
     assert controller.requests.acquire(one, ["c"], 2)[1] is None
+
+
+def test_waiting_requests_go_by_the_classes_of_their_adapters(serve):
+    gold = {"gold": {"slo": "ttft_p99=1s,tpot_avg=1s", "adapters": ["c*"]}}
+    controller, _ = serve(most_active=1, classes=SloClasses.parse(gold))
+    one = join(controller)
+    controller.requests.acquire(one, ["a"], 1)
+    assert controller.requests.acquire(one, ["b"], 2)[1].position == 1
+    assert controller.requests.acquire(one, ["c"], 3)[1].position == 1
+    assert controller.requests.acquire(one, ["b"], 2)[1].position == 2
+    controller.requests.release(one, [1])
+    assert controller.requests.acquire(one, ["c"], 3)[1] is None
+    queue = controller.adapters.admission.queue
+    assert sum(queue.counters.waits_by_class["gold"].counts) == 1 and queue.counters.queued == 1
 
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2)

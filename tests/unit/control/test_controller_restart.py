@@ -10,6 +10,7 @@ from lora_server.control.adapters.refusals import RefusedAdapter, RefusedAdapter
 from lora_server.control.members.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapterError
+from lora_server.slo import SloClasses
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
 from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, moved, registration
@@ -323,3 +324,36 @@ def test_nothing_is_drained_and_no_client_joins_before_all_shards_have_spoken():
     for refused in (lambda: controller.drain.begin(0), lambda: controller.clients.join("early")):
         with pytest.raises(ServerUnavailableError, match="waits for its shards"):
             refused()
+
+
+GOLD = SloClasses.parse({"gold": {"slo": "ttft_p99=1s,tpot_avg=1s"}})
+
+
+def test_an_adapter_keeps_its_class_over_versions_and_restarts(tmp_path):
+    """On the shard, and in the ledger, which a server reads whose shards have nothing of before."""
+    server = Server(tmp_path, classes=GOLD)
+    first, second = map(str, list(server.paths.values())[:2])
+
+    def classes():
+        return {one.record.name: one.slo_class for one in server.adapters.listings.all() if one.state != "draining"}
+
+    rollout = server.adapters.rollout
+    with pytest.raises(ConfigError, match=r"SLO class: got 'brass', expected one of the server's --classes \(gold\)"):
+        rollout.add("law", first, SECONDS, slo_class="brass")
+    rollout.add("law", first, SECONDS, slo_class="gold")
+    rollout.add("code", first, SECONDS)
+    rollout.add("law", first, SECONDS)
+    rollout.add("code", first, SECONDS, slo_class="gold")
+    rollout.update("law", second, SECONDS)
+    assert server.adapters.admission.classes.of(["law"]).name == "gold"
+    server.kill()
+    assert classes() == {"law": "gold", "code": "gold"}
+    server.shard.memory.__init__()
+    server.kill()
+    assert classes() == {"law": "gold", "code": "gold"}
+    server.adapters.rollout.add("code", first, SECONDS, slo_class="")
+    server.adapters.directory.register({"new": Path(first)})
+    with pytest.raises(ConfigError, match="comes from --adapters, got SLO class 'gold'; name it in the file"):
+        server.adapters.rollout.add("new", first, SECONDS, slo_class="gold")
+    assert classes() == {"law": "gold", "code": "", "new": ""}
+    server.close()

@@ -17,6 +17,8 @@ from itertools import pairwise
 
 import pytest
 
+from lora_server.config import load as config_of
+from lora_server.slo import SloClasses
 from provisioning.cli import app, main
 from provisioning.plan import fronts
 from provisioning.plan.flags import PlanFlags
@@ -179,8 +181,10 @@ def test_each_class_is_held_to_its_own(classes):
     assert 0.5 < found["gold"]["share_within_ttft"] < 0.999 and found["gold"]["worst"][0][0].startswith("adapter-2")
 
 
-def test_a_plan_says_which_classes_it_meets(classes):
-    text = " ".join(provision(*classes, "--no-simulate").output.split())
+def test_a_plan_says_which_classes_it_meets_and_gives_them_to_the_server(classes, tmp_path):
+    out = tmp_path / "plan.yaml"
+    text = " ".join(provision(*classes, "--no-simulate", "--out", out).output.split())
+    assert config_of({"base_model": "mixtral-8x7b"}, out).classes == SloClasses.read(tmp_path / "classes.yaml")
     assert "Class gold, 100 adapters: met." in text and "Class fast, 2 adapters: FAILS tpot (a step takes" in text
 
 
