@@ -33,6 +33,11 @@ class Timings:
     stall: float = 1.0  # a controller that heard no client for so long suspends lease expiry
     grace: float = 1.0  # for running calls when the controller stops
     registry_look: float = 1.0  # between two looks for what other servers changed in the registry
+    # events
+    event_batch: float = 0.02  # an event waits so long for others
+    event_beat: float = 0.5  # between two heartbeats of a topic
+    event_silence: float = 2.0  # a reader without a message for so long asks by gRPC instead
+    event_retry: float = 0.5  # between two attempts of a reader to follow a server
     # adapters
     note: float = 5.0  # for every shard to keep a change
     progress: float = 5.0  # between two log lines about registering

@@ -28,6 +28,11 @@ class Names(NamedTuple):
         owner, shared = self.owner(full), self.shared.get(full, ())
         return owner in (OPERATOR, tenant) or OPERATOR in shared or tenant in shared
 
+    def viewers(self, full: str) -> set[str]:
+        """Return the tenants that see an adapter, by the fewest names: the operator stands for all."""
+        viewers = {self.owner(full), *self.shared.get(full, ())}
+        return {OPERATOR} if OPERATOR in viewers else viewers
+
     def own(self, tenant: str, name: str) -> str:
         """Return the full name of an adapter of this tenant."""
         return name if not tenant or name.startswith(f"{tenant}/") else f"{tenant}/{name}"

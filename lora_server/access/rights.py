@@ -66,6 +66,8 @@ RIGHTS: dict[str, Right] = {
     "Access/ListTenants": _OPERATORS_ADMIN,
     "Access/Share": _PUBLISH,
     "Access/Audit": _ADMIN,
+    "Events/Open": _ALL,
+    "Events/Replay": _ALL,
     "Shards/Register": _PUBLIC,  # the secret of its node proves it: control/rpc/registration.py
     "Shards/Files": _PUBLIC,  # by what it registered as: control/rpc/files.py
     "Shards/Read": _PUBLIC,

@@ -13,6 +13,7 @@ from lora_server.cli.audit import audit
 from lora_server.cli.call import EXIT_ERROR, JsonOption, run
 from lora_server.cli.doctor import doctor
 from lora_server.cli.drain import drain
+from lora_server.cli.events import events
 from lora_server.cli.sharing import add_to as add_sharing
 from lora_server.cli.status import status
 from lora_server.cli.tenants import app as tenants_app
@@ -94,6 +95,7 @@ app.command()(audit)
 app.command()(status)
 app.command()(doctor)
 app.command()(drain)
+app.command()(events)
 
 
 @app.command()

@@ -17,8 +17,8 @@ GROUPS = {
         "host_link_gbps",
     ),
     "Addresses and access": (
-        "listen", "http", "insecure", "require_tokens", "tls_cert", "tls_key", "tls_ca", "tls_client_ca", "tls_name",
-        "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
+        "listen", "http", "events", "insecure", "require_tokens", "tls_cert", "tls_key", "tls_ca", "tls_client_ca",
+        "tls_name", "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
     ),
     "Several nodes": ("nodes", "node_rank", "controller", "controller_seconds", "join_token_file", "advertise"),
     "Steps": (

@@ -100,6 +100,9 @@ class ServeConfig(BaseSettings):
     http: Listens = Field(
         Address("127.0.0.1", 7401), description="Address of the status page, /livez, /readyz and /metrics."
     )
+    events: Literal["ipc", "off"] = Field(
+        "ipc", description="Publish events by ZeroMQ. ipc: on a socket in the run directory, for this user's processes."
+    )
     require_tokens: bool = Field(False, description="Reject unauthenticated calls even before the first token exists.")
     insecure: bool = Field(
         False, description="Listen on other than loopback addresses without tokens or TLS. Trusted networks only."

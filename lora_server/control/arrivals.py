@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from lora_server.access.identity import OPERATOR
 from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.clients import Clients
 from lora_server.control.members.agreement import Agreement
@@ -22,6 +23,7 @@ from lora_server.control.start import StartState
 from lora_server.errors import ConfigError
 from lora_server.registry.versions import Version
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.events import SHARD, ShardChanged
 from lora_server.wire.messages import badge_of
 
 log = structlog.get_logger()
@@ -66,6 +68,7 @@ class Arrivals:
         if self._agreement.coordination == "leader":
             self._introduce_leader(handle)
         log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
+        self._publish(handle, "up")
         return handle
 
     def _learn(self, handle: ShardHandle, kept: Sequence[pb.Kept]) -> None:
@@ -140,5 +143,11 @@ class Arrivals:
             fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
             if handle.leaving or self._shards.closed:
                 log.info("shard left", **fields)
+                self._publish(handle, "left")
             else:
                 log.error("shard lost", **fields)
+                self._publish(handle, "lost")
+
+    def _publish(self, handle: ShardHandle, state: str) -> None:
+        event = ShardChanged(handle.shard, handle.node, handle.pid, state)
+        self._adapters.events.publish(SHARD, OPERATOR, event)

@@ -8,6 +8,7 @@ from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import MAX_WAITERS, AdapterRequests, Clients
 from lora_server.control.drain import Drain
+from lora_server.control.events.log import EventLog
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable
@@ -39,6 +40,7 @@ class Controller:
         clock: Clock = SYSTEM,
         max_waiters: int = MAX_WAITERS,
         classes: SloClasses = NO_CLASSES,
+        events: EventLog | None = None,
     ) -> None:
         """`restarted`: an earlier controller of this node may have registered the start-up directory. `fetcher` fetches
         remote adapters; `allowed` restricts the sources of adapters that are added; `ledger` keeps these adapters
@@ -63,6 +65,7 @@ class Controller:
             timings,
             clock,
             classes,
+            events,
         )
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
         world = WorldMembership(self.shards, *places, timings.world_rest, clock)

@@ -22,10 +22,14 @@ from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.watch import DirectoryWatch
 from lora_server.control.controller import Controller
+from lora_server.control.events.advice import AdviceNews
+from lora_server.control.events.log import EventLog
+from lora_server.control.events.publisher import EventPublisher
 from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.reports.metrics import ControllerCollector
+from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.child_main import open_fetcher, run_child
@@ -41,6 +45,7 @@ from lora_server.sources.copies import Copies
 from lora_server.spec import ModelSpec
 
 COPIES = "adapters"  # in --data-dir
+EVENTS = "events.sock"  # in the run directory
 log = structlog.get_logger()
 
 
@@ -56,7 +61,7 @@ class ControllerProcess:
         self.database = database_of(config)
         self._stack.callback(self.database.close)
         spec = ModelSpec.from_json(config.spec_json)
-        agreement = Agreement.of(config, spec)
+        agreement, events = Agreement.of(config, spec), EventLog()
         self.controller = controller = Controller(
             agreement,
             Leases(config.lease_seconds, most_per_token=config.clients_per_token),
@@ -69,7 +74,11 @@ class ControllerProcess:
             _copies(config, spec),
             config.timings,
             classes=config.classes or NO_CLASSES,
+            events=events,
         )
+        self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
+        self._stack.callback(self.gate.close)
+        self.gate.cache.on_change = self._end_revoked
         controller.adapters.sync.sends = not config.no_copy
         resolver = None
         if config.resolve:
@@ -78,22 +87,39 @@ class ControllerProcess:
         certificate = certificate_of(config)
         collector = ControllerCollector(controller, certificate)
         self.control: ControlServer | None = None
-        self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
-        self._stack.callback(self.gate.close)
-        self.gate.cache.on_change = self._end_revoked
         pages = page.answers(controller, lambda name: self.gate.names.owner(name))
         self.http = listen_http(config, self._stack, self._not_ready, collector, pages, self.gate, certificate)
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
             tls = certificate.grpc() if certificate is not None else None
             listen, reflection = str(config.listen), config.grpc_reflection
-            control = ControlServer(controller, listen, door, reflection, self.gate, tls, held=True, resolver=resolver)
+            control = ControlServer(
+                controller,
+                listen,
+                door,
+                reflection,
+                self.gate,
+                tls,
+                held=True,
+                resolver=resolver,
+                events=EventsService(events, self._publish(events)),
+            )
         except RuntimeError as error:
             raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
         self.control = control
         collector.refusals = control.refused
         self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
+
+    def _publish(self, events: EventLog) -> str:
+        """Publish events until the process stops; return where, empty with `--events off`."""
+        if self.config.events == "off":
+            return ""
+        events.viewers = lambda name: self.gate.names.viewers(name)
+        advice = AdviceNews(self.controller, events)
+        publisher = EventPublisher(events, f"ipc://{self.config.run_dir / EVENTS}", advice.note, self._timings)
+        self._stack.callback(publisher.close)
+        return publisher.endpoint
 
     def _find_adapters(self) -> dict[str, Path]:
         """Return adapters of the start-up directory; only a restarted controller tolerates that it is gone."""

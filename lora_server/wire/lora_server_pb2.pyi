@@ -1059,6 +1059,52 @@ class ShardCommand(_message.Message):
     uses: Uses
     def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., bring: _Optional[int] = ..., stop: bool = ..., challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., uses: _Optional[_Union[Uses, _Mapping]] = ...) -> None: ...
 
+class OpenEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OpenEventsReply(_message.Message):
+    __slots__ = ("endpoint", "epoch", "topics")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOPICS_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    epoch: int
+    topics: _containers.RepeatedCompositeFieldContainer[TopicSequence]
+    def __init__(self, endpoint: _Optional[str] = ..., epoch: _Optional[int] = ..., topics: _Optional[_Iterable[_Union[TopicSequence, _Mapping]]] = ...) -> None: ...
+
+class TopicSequence(_message.Message):
+    __slots__ = ("topic", "sequence")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    sequence: int
+    def __init__(self, topic: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class ReplayEventsRequest(_message.Message):
+    __slots__ = ("topic", "since")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    since: int
+    def __init__(self, topic: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+
+class ReplayEventsReply(_message.Message):
+    __slots__ = ("batches", "lost")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[ReplayedBatch]
+    lost: bool
+    def __init__(self, batches: _Optional[_Iterable[_Union[ReplayedBatch, _Mapping]]] = ..., lost: bool = ...) -> None: ...
+
+class ReplayedBatch(_message.Message):
+    __slots__ = ("sequence", "payload")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    payload: bytes
+    def __init__(self, sequence: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
 class WhoIsRequest(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]

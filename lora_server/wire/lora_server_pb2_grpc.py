@@ -1589,6 +1589,126 @@ class Access(object):
             _registered_method=True)
 
 
+class EventsStub(object):
+    """What happens at the server (wire/events.py), for those that follow it by ZeroMQ.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Open = channel.unary_unary(
+                '/lora_server.v1.Events/Open',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.OpenEventsRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.OpenEventsReply.FromString,
+                _registered_method=True)
+        self.Replay = channel.unary_unary(
+                '/lora_server.v1.Events/Replay',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsReply.FromString,
+                _registered_method=True)
+
+
+class EventsServicer(object):
+    """What happens at the server (wire/events.py), for those that follow it by ZeroMQ.
+    """
+
+    def Open(self, request, context):
+        """Where to subscribe, and how far each topic is that the caller may read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Replay(self, request, context):
+        """The batches of a topic that a reader lacks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EventsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.OpenEventsRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.OpenEventsReply.SerializeToString,
+            ),
+            'Replay': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replay,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'lora_server.v1.Events', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('lora_server.v1.Events', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Events(object):
+    """What happens at the server (wire/events.py), for those that follow it by ZeroMQ.
+    """
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Events/Open',
+            lora__server_dot_wire_dot_lora__server__pb2.OpenEventsRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.OpenEventsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Events/Replay',
+            lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ReplayEventsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ShardsStub(object):
     """Between a shard process and the controller.
     """

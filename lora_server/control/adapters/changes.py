@@ -13,11 +13,14 @@ from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.records import Record, described
+from lora_server.control.adapters.refusals import RefusedAdapter
 from lora_server.control.admission.service import AdmissionService
+from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import PendingCommand, wait_all
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterExistsError, ConfigError, LoraServerError
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire.events import ADAPTER, AdapterAdded, AdapterRefused, AdapterRemoved, AdapterUpdated
 
 log = structlog.get_logger()
 
@@ -40,9 +43,10 @@ class CatalogChanges:
         failures: UpdateFailures,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
+        events: EventLog | None = None,
     ) -> None:
         self._catalog, self._sync, self._admission, self._failures = catalog, sync, admission, failures
-        self._timings, self._clock = timings, clock
+        self._timings, self._clock, self._events = timings, clock, events or EventLog(clock)
         self.lock = threading.RLock()
 
     def existing(self, name: str, version: str) -> Record | None:
@@ -65,6 +69,7 @@ class CatalogChanges:
         with self._sync.lock:  # shards are told of it before they are told which client holds it
             if self._catalog.by_handle(record.handle) is None:
                 self._catalog.publish(record, new=True)
+                self._publish(AdapterAdded(*_listed(record)))
             self.accept(record.name)
             loads = self._sync.load(record, eager)
             if not eager:
@@ -75,6 +80,14 @@ class CatalogChanges:
         """Take back the refusal of a name that is served now."""
         if self._catalog.refusals.accept(name):
             self._sync.tell_refused()
+
+    def refuse(self, refusal: RefusedAdapter) -> None:
+        """Set the refusal of a name."""
+        self._catalog.refusals.put(refusal)
+        self._publish(AdapterRefused(refusal.name, refusal.code, refusal.reason))
+
+    def _publish(self, event: AdapterAdded | AdapterRemoved | AdapterRefused) -> None:
+        self._events.publish(ADAPTER, event.name, event)
 
     def load_beside(self, record: Record) -> list[PendingCommand]:
         """Have every shard load a version that no client can ask for yet; under `lock`. `replace` follows."""
@@ -109,6 +122,7 @@ class CatalogChanges:
                 if keep:
                     self._catalog.ledger.added(record, served)
                 self._catalog.publish(record)
+                self._publish(AdapterUpdated(*_listed(record)))
                 self._failures.forget(record.name)
                 self.accept(record.name)
                 self.cut_off(served, drain_seconds)
@@ -132,6 +146,7 @@ class CatalogChanges:
     def unlist(self, record: Record, **why: str) -> list[PendingCommand]:
         """Stop offering a name that the ledger has not any more, and have shards keep that; under `lock`."""
         self._catalog.unlist(record.name)
+        self._publish(AdapterRemoved(record.name, record.version))
         self._failures.forget(record.name)
         log.info("adapter removed", **described(record), holders=self.holders(record), **why)
         return self._sync.note(record.handle)
@@ -169,6 +184,10 @@ class CatalogChanges:
             wait_all(notes, self._timings.note, f"noting {name!r}")
         except LoraServerError as error:  # it is going away: it is told when it registers
             log.debug("a shard has not noted a change", name=name, error=str(error))
+
+
+def _listed(record: Record) -> tuple[str, str, int, int, int]:
+    return record.name, record.version, record.handle, record.lora_rank, record.nbytes
 
 
 def warn(record: Record) -> None:

@@ -165,7 +165,7 @@ class DirectorySource:
         if served is not None:
             reason = f"{where} is refused, and version {served.version[:12]} serves on: {reason}"
         start_up = earlier.start_up if earlier is not None else not self._catalog.start.registered.is_set()
-        self._catalog.refusals.put(RefusedAdapter(name, uri_of(where), code, reason, stamp, start_up))
+        self._changes.refuse(RefusedAdapter(name, uri_of(where), code, reason, stamp, start_up))
         log.error("adapter refused", name=name, error=reason)
 
     def forget(self, directory: Path, names: Iterable[str]) -> None:

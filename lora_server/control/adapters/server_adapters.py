@@ -17,6 +17,7 @@ from lora_server.control.adapters.peers import PeerSource
 from lora_server.control.adapters.restart import CatalogRecovery
 from lora_server.control.adapters.rollout import AdapterRollout
 from lora_server.control.admission.service import AdmissionService
+from lora_server.control.events.log import EventLog
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardTable
@@ -45,6 +46,7 @@ class ServerAdapters(NamedTuple):
     directory: DirectorySource
     peers: PeerSource
     recovery: CatalogRecovery
+    events: EventLog
 
     @classmethod
     def of(
@@ -61,16 +63,17 @@ class ServerAdapters(NamedTuple):
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
         classes: SloClasses = NO_CLASSES,
+        events: EventLog | None = None,
     ) -> ServerAdapters:
         """`most_active`: see PoolCapacity; `fetcher` fetches remote adapters; `allowed`: where those that are added may
         lie; `ledger` has for good what is added by name, `copies` its files. Raises ServerUnavailableError."""
-        spec = agreement.spec
+        spec, events = agreement.spec, events or EventLog(clock)
         catalog = AdapterCatalog(start, leases, CatalogLedger(ledger))
-        sync = ShardSync(shards, catalog, start, agreement.placement)
+        sync = ShardSync(shards, catalog, start, agreement.placement, events)
         admission = AdmissionService(catalog, sync, most_active, timings, clock, classes)
         files = AdapterFiles(spec, catalog, fetcher, copies)
         failures = UpdateFailures(ledger.attempts if ledger is not None else None)
-        changes = CatalogChanges(catalog, sync, admission, failures, timings, clock)
+        changes = CatalogChanges(catalog, sync, admission, failures, timings, clock, events)
         return cls(
             catalog,
             sync,
@@ -82,4 +85,5 @@ class ServerAdapters(NamedTuple):
             DirectorySource(catalog, sync, admission, changes, spec, timings, clock),
             PeerSource(catalog, sync, admission, files, changes, timings),
             CatalogRecovery(catalog, files),
+            events,
         )

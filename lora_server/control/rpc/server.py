@@ -22,7 +22,9 @@ from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.controller import Controller
+from lora_server.control.events.log import EventLog
 from lora_server.control.rpc.calls import Refusals
+from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.files import FilesService
 from lora_server.control.rpc.listener import (
     MAX_SILENT_CALLS,
@@ -121,6 +123,7 @@ class ControlServer:
         files: Callable[[Controller, Threads], FilesService] = FilesService,
         held: bool = False,
         resolver: Resolver | None = None,
+        events: EventsService | None = None,
     ) -> None:
         """Start serving; raises RuntimeError if it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
@@ -145,6 +148,7 @@ class ControlServer:
                 _methods("Adapters", adapters, gate, adds, List=reads, Get=reads, Remove=changes, Unpin=changes),
                 _methods("Clients", clients, gate, leases, Join=joins, Borrow=joins, Await=waits),
                 _methods("Server", ServerService(controller, scopes), gate, reads, Drain=access),
+                _methods("Events", events or EventsService(EventLog(), ""), gate, reads),
                 _methods("Access", access_service, gate, access, WhoIs=reads),
             ]
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import structlog
 
 from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.records import Record
+from lora_server.control.events.log import EventLog
+from lora_server.control.events.residency import ResidencyNews
 from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable
 from lora_server.control.start import StartState
 from lora_server.control.sync.prewarm import Prewarm
@@ -33,9 +35,11 @@ class PrewarmCommands:
         start: StartState,
         lock: threading.RLock,
         num_shards: int,
+        changed: Callable[[Record], object],
     ) -> None:
+        """`changed` is called when a load that was decided on has ended."""
         self._prewarm, self._shards, self._catalog, self._start, self._lock = prewarm, shards, catalog, start, lock
-        self._num_shards = num_shards
+        self._num_shards, self._changed = num_shards, changed
 
     def send(self) -> None:
         """Decide, and send what was decided, once all shards are there."""
@@ -50,8 +54,9 @@ class PrewarmCommands:
     def _answered(self, handle: int, shard: int, _: LoraServerError | None) -> None:
         """Take the outcome; what a shard did not load is loaded when a request asks."""
         with self._lock:
-            if self._catalog.by_handle(handle) is not None:
+            if (record := self._catalog.by_handle(handle)) is not None:
                 self._prewarm.answered(handle, shard)
+                self._changed(record)
             self.send()
 
     def _is_listed(self, handle: int) -> bool:
@@ -66,12 +71,15 @@ class ShardSync:
     catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.
     """
 
-    def __init__(self, shards: ShardTable, catalog: AdapterCatalog, start: StartState, placement: Placement) -> None:
+    def __init__(
+        self, shards: ShardTable, catalog: AdapterCatalog, start: StartState, placement: Placement, events: EventLog
+    ) -> None:
         self.shards, self._catalog, self._start = shards, catalog, start
         self.residency, self.sizes = ResidencyTable(placement), PoolSizes()
-        self.prewarm = Prewarm(self.residency, self.sizes)
+        self.prewarm, self._news = Prewarm(self.residency, self.sizes), ResidencyNews(events)
         self.lock = threading.RLock()
-        self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, self.residency.num_shards)
+        num_shards = self.residency.num_shards
+        self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, num_shards, self._publish)
         self.sends = False  # shards of other nodes get files from here; otherwise all nodes see them
 
     # -- commands
@@ -106,7 +114,7 @@ class ShardSync:
             elif self._catalog.is_listed(record) and not isinstance(error, ShardUnavailableError):
                 self.residency.opened(record.handle, shard, str(error))
                 log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
-            self.prewarm.note(record.handle, shard)
+            self._note(record, shard)
             self._prewarming.send()
 
     def offer(self, handles: Iterable[int]) -> None:
@@ -144,6 +152,7 @@ class ShardSync:
             self.prewarm.forget(handle)
             self.residency.forget(handle)
             self.sizes.forget(handle)
+            self._news.forget(handle)
             self.broadcast(pb.ShardCommand(drop=handle))
             self._prewarming.send()
 
@@ -157,14 +166,14 @@ class ShardSync:
         with self.lock:
             self.residency.forget_shard(handle.shard)
             for record in self._catalog.records():
-                self.prewarm.note(record.handle, handle.shard)
+                self._note(record, handle.shard)
             self.sizes.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
-                if self._catalog.by_handle(one.load.handle) is None:
+                if (known := self._catalog.by_handle(one.load.handle)) is None:
                     handle.commands.send(pb.ShardCommand(drop=one.load.handle))
                 else:
                     self.residency.report(handle.shard, pb.Residency(handle=one.load.handle, layers=one.layers))
-                    self.prewarm.note(one.load.handle, handle.shard)
+                    self._note(known, handle.shard)
             if self._start.settled.is_set():
                 self._load_all_on(handle)
             if self._start.registered.is_set():
@@ -188,13 +197,21 @@ class ShardSync:
         """Take a shard's report of what it has of these adapters."""
         with self.lock:
             for one in moved:
-                if self._catalog.by_handle(one.handle) is not None:
+                if (record := self._catalog.by_handle(one.handle)) is not None:
                     self.residency.report(shard, one)
                     if one.measured:
                         self.sizes.set_size(one.handle, shard, one.bytes)
-                    self.prewarm.note(one.handle, shard)
+                    self._note(record, shard)
             self.prewarm.heard(shard)
             self._prewarming.send()
+
+    def _note(self, record: Record, shard: int) -> None:
+        """Take that what a shard has of an adapter changed."""
+        self.prewarm.note(record.handle, shard)
+        self._publish(record)
+
+    def _publish(self, record: Record) -> None:
+        self._news.note(record, self.state(record.handle))
 
     # -- queries
 

@@ -1,0 +1,5 @@
+"""Events of a server, for engines, gateways and autoscalers that follow it.
+
+log        what happened: batches, sequences, replay   publisher  the socket that sends it
+residency  when an adapter's state is news             topics     which topics a caller may read
+"""
