@@ -28,7 +28,7 @@ def events(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per event.")] = False,
 ) -> None:
-    """Print the events of a running server: adapters, residency, admission, shards and advice."""
+    """Print events of a running server."""
 
     def command() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell in the background had it ignored

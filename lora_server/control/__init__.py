@@ -9,6 +9,7 @@ adapters/     the catalog of adapters, by name, and its changes
 sync/         what shards were told of adapters, and what they have
 admission/    which requests may use their adapters now, and which wait
 members/      shards and clients that are connected, and their leases
+events/       what happened, for readers that follow it
 reports/      status, metrics and listings
 rpc/          its gRPC services                    http/       health, metrics and the page
 """

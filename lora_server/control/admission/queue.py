@@ -28,8 +28,10 @@ from lora_server.control.admission.order import FirstTicket
 from lora_server.control.admission.table import TicketTable
 from lora_server.control.admission.tickets import NO_CLASS, Ticket, TicketClass, TicketKey
 from lora_server.control.admission.updates import HoldUpdates
+from lora_server.control.events.log import EventLog
 from lora_server.errors import AdmissionError, LoraServerError
 from lora_server.histogram import Histogram
+from lora_server.wire.events import ADMISSION, RequestAdmitted, RequestQueued
 
 
 class QueuePosition(NamedTuple):
@@ -48,8 +50,9 @@ class AdapterLoading(NamedTuple):
 
 @dataclass
 class AdmissionCounters:
-    """Counters of admissions and cache hits since the controller started."""
+    """Counts admissions and cache hits since the controller started, and publishes which requests wait."""
 
+    events: EventLog = field(default_factory=EventLog)
     immediate: int = 0
     queued: int = 0  # admitted after they had waited
     waits: Histogram = field(default_factory=Histogram)  # seconds that queued tickets waited
@@ -57,6 +60,23 @@ class AdmissionCounters:
     loads: Histogram = field(default_factory=Histogram)  # seconds that admitted tickets waited for weights
     hits: int = 0  # adapters that were READY in all device pools when a client got them
     misses: int = 0
+
+    def enqueue(self, client: int, ticket: Ticket) -> None:
+        """Take that a ticket waits."""
+        self.events.publish(ADMISSION, ticket.tenant, RequestQueued(ticket.names, client))
+
+    def admit(self, client: int, ticket: Ticket, now: float) -> None:
+        """Count a ticket that was admitted."""
+        waited_ns = int((now - ticket.since) * 1e9)
+        if ticket.slo.name:
+            self.waits_by_class.setdefault(ticket.slo.name, Histogram()).add(waited_ns)
+        if not ticket.waited:
+            self.immediate += 1
+            return
+        self.queued += 1
+        self.waits.add(waited_ns)
+        self.events.publish(ADMISSION, ticket.tenant, RequestAdmitted(ticket.names, client, now - ticket.since))
+        telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
 
 
 @dataclass
@@ -118,6 +138,8 @@ class AdmissionQueue:
             ticket.error = AdmissionError(f"adapters {list(ticket.names)}: no place now: {reason}")
         if key[1] == 0 or ticket.error is not None:
             self.tickets.drop(key)
+        elif ticket.handles is None:
+            self.counters.enqueue(key[0], ticket)
 
     def settle(self, client: int, numbers: Iterable[int]) -> None:
         """Forget the tickets among these that were answered: the client has their answers. Open ones stay."""
@@ -238,15 +260,7 @@ class AdmissionQueue:
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
         self.updates.held(key[0], more=self.holds.acquire(key[0], handles))
-        waited_ns = int((now - ticket.since) * 1e9)
-        if ticket.slo.name:
-            self.counters.waits_by_class.setdefault(ticket.slo.name, Histogram()).add(waited_ns)
-        if ticket.waited:
-            self.counters.queued += 1
-            self.counters.waits.add(waited_ns)
-            telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
-        else:
-            self.counters.immediate += 1
+        self.counters.admit(key[0], ticket, now)
         self.update(ticket.trace)
 
     def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:

@@ -19,10 +19,11 @@ from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.names import NamesInUse
 from lora_server.control.admission.order import AdmissionOrder
-from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue, QueuePosition
+from lora_server.control.admission.queue import AdapterLoading, AdmissionCounters, AdmissionQueue, QueuePosition
 from lora_server.control.admission.table import TicketTable
 from lora_server.control.admission.tally import Tally
 from lora_server.control.admission.updates import HoldUpdates
+from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
@@ -59,6 +60,7 @@ class AdmissionService:
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
         classes: SloClasses = NO_CLASSES,
+        events: EventLog | None = None,
     ) -> None:
         """`most_active`: see PoolCapacity."""
         self.classes = AdmissionClasses(classes, catalog.find)
@@ -84,6 +86,7 @@ class AdmissionService:
             clock=clock.now,
             tickets=TicketTable(AdmissionOrder(timings.first_in_queue)),
             loads=TicketLoads(sync.residency.seconds_left, timings.loading),
+            counters=AdmissionCounters(events or EventLog(clock)),
         )
         self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
 

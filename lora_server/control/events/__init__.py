@@ -2,4 +2,5 @@
 
 log        what happened: batches, sequences, replay   publisher  the socket that sends it
 residency  when an adapter's state is news             topics     which topics a caller may read
+advice     when what routers should know is news
 """

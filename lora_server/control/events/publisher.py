@@ -50,8 +50,8 @@ class EventPublisher:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
-        self._thread.start()
         events.follow(self._ring)
+        self._thread.start()
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)

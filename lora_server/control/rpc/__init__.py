@@ -4,5 +4,5 @@ server          puts together                       listener  sockets, threads, 
   service       the answers to clients' calls       calls     ids, spans and refusals of all calls
     scope       the adapters that a caller may see  holds     acquires and releases, one by one or in batches
   registration  the shards' streams               silence   limits on calls that have sent no message yet
-  files         of adapters, for nodes without them
+  files         of adapters, for nodes without them           events   where events are, and their replay
 """

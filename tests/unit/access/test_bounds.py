@@ -186,8 +186,8 @@ def test_every_field_at_its_bounds_has_a_typed_outcome_for_every_role(gated, cal
                 assert codes == {"permission_denied"}, (tenant, role)
 
 
-# refused whatever the request says: there is no such tenant, no NVSHMEM here, and the caller is no shard
-REFUSED = {"Access/RemoveTenant", "Clients/World", "Shards/Files", "Shards/Read", "Shards/Register"}
+# refused whatever the request says: there is no such tenant, no NVSHMEM and no publisher, and the caller is no shard
+REFUSED = {"Access/RemoveTenant", "Clients/World", "Events/Open", "Shards/Files", "Shards/Read", "Shards/Register"}
 
 
 LONGEST_CLASS = "x" * 64

@@ -1,0 +1,90 @@
+"""Events of a real server: what the command prints, and what a reader has when the controller is killed."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client_connector.directory import AdapterDirectory
+from lora_server.demo import children
+from lora_server.demo.launch import running_server
+from lora_server.errors import ServerUnavailableError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.event_stream import EventStream
+from lora_server.wire.rpc import open_channel
+from tests.support.serving import HANG_SECONDS, flags, until
+
+
+def ask(address, service, method, request):
+    with open_channel(address) as channel:
+        return getattr(getattr(rpc, f"{service}Stub")(channel), method)(request, timeout=HANG_SECONDS)
+
+
+@pytest.fixture
+def server(load, tmp_path):
+    with running_server(tmp_path / "log", flags(load, "--adapter-root", str(load.adapters))) as server:
+        yield server
+
+
+def test_the_command_prints_what_happened_and_what_happens(server, load):
+    source = str(next(load.adapters.iterdir()))
+    command = [sys.executable, "-m", "lora_server", "events", "--server", server.address, "--json"]
+    kept = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert kept.returncode == 0, kept.stderr
+    before = [json.loads(line) for line in kept.stdout.splitlines()]
+    names = {path.name for path in load.adapters.iterdir() if path.is_dir()}
+    assert {one["name"] for one in before if one["type"] == "AdapterAdded"} == names
+    assert {one["state"] for one in before if one["type"] == "ShardChanged"} == {"up"}
+
+    follower = children.start([*command, "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        directory = AdapterDirectory(server.address)
+        found = []
+        while not any(one["type"] == "AdapterAdded" for one in found):  # it may not have subscribed yet
+            directory.add("again", source)
+            directory.remove("again")
+            found.append(json.loads(follower.stdout.readline()))
+        follower.send_signal(signal.SIGINT)
+        found += [json.loads(line) for line in follower.communicate(timeout=HANG_SECONDS)[0].splitlines()]
+    finally:
+        follower.kill()
+    ours = [one["type"] for one in found if one["topic"] == "adapter//" and one["name"] == "again"]
+    assert set(ours) == {"AdapterAdded", "AdapterRemoved"}
+    assert follower.returncode == 0
+
+
+def test_the_socket_is_for_this_user_alone(server):
+    endpoint = Path(ask(server.address, "Events", "Open", pb.OpenEventsRequest()).endpoint.removeprefix("ipc://"))
+    assert endpoint.is_socket()
+    assert stat.S_IMODE(endpoint.parent.stat().st_mode) == 0o700
+
+
+def test_a_reader_knows_that_the_controller_was_killed(server):
+    """It is told that it has to begin anew; then it follows the next controller, at the same place."""
+    with EventStream(server.address) as stream:
+        os.kill(ask(server.address, "Server", "Status", pb.StatusRequest()).pid, signal.SIGKILL)
+        with pytest.raises(ServerUnavailableError, match=r"some are lost|no heartbeat|cannot be reached"):
+            until(lambda: stream.take(0.5) and False, "the epoch is another")
+
+    def follows():
+        try:
+            with EventStream(server.address) as stream:
+                return stream.take(2.0) or stream.silent_seconds < 2.0
+        except ServerUnavailableError:
+            return False
+
+    until(follows, "events come from the next controller")
+
+
+def test_without_events_the_command_says_how_to_have_them(load, tmp_path):
+    with running_server(tmp_path / "log", flags(load, "--events", "off")) as server:
+        command = [sys.executable, "-m", "lora_server", "events", "--server", server.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+        assert done.returncode == 2
+        assert "--events: got off, expected ipc" in done.stderr
