@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from client_connector.directory import AdapterDirectory
+from client_connector.events import KnownAdapters
 from client_connector.reconnect import Outage
 from lora_server.errors import LoraServerError, ServerBusyError, ServerUnavailableError
 from lora_server.timings import Timings
@@ -22,14 +23,18 @@ class Lookup:
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
         look_seconds: float = Timings.lookup,
+        known: KnownAdapters | None = None,
     ) -> None:
-        """`look_seconds`: between two attempts of one request while the server is away."""
+        """`look_seconds`: between two attempts of one request while the server is away. `known` answers first."""
         self._directory, self._seconds, self._look_seconds = directory, seconds, look_seconds
-        self._outage = Outage(clock)
+        self._outage, self._known = Outage(clock), known or KnownAdapters()
 
     async def get(self, name: str, tenant: str = "", waits: bool = True) -> pb.Adapter:
         """See AdapterDirectory.get. Without `waits` it raises ServerUnavailableError at once."""
         while True:
+            if (known := self._known.find(name, tenant)) is not None:
+                return known
+            changes = self._known.changes
             try:
                 found = await asyncio.to_thread(self._directory.get, name, tenant)
             except ServerBusyError:  # the server is up, and the directory has waited for it already
@@ -43,5 +48,6 @@ class Lookup:
                 raise
             else:
                 self._outage.end()
+                self._known.keep(name, tenant, found, changes)
                 return found
             await asyncio.sleep(self._look_seconds)

@@ -68,7 +68,7 @@ class TopicReader:
 class EventStream:
     """All events of a server from when it was opened, in the order of each topic, without gaps. For one thread.
 
-    A context manager. What it does not receive by ZeroMQ it asks for by gRPC.
+    A context manager. `has_begun`: a message came, so the subscription works. What it does not receive by ZeroMQ it asks for by gRPC.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EventStream:
         self._channel = open_channel(address, credentials)
         self._context = zmq.Context()
         self._events: Any = rpc.EventsStub(self._channel)  # type: ignore[no-untyped-call]
-        self._heard = time.monotonic()
+        self._heard, self.has_begun = time.monotonic(), False
         try:
             opened: pb.OpenEventsReply = self._call(self._events.Open, pb.OpenEventsRequest())
             last = {one.topic: one.sequence for one in opened.topics}
@@ -114,7 +114,7 @@ class EventStream:
         """
         if self._socket.poll(int(seconds * 1e3)):
             topic, sequence, payload = self._socket.recv_multipart()
-            self._heard = time.monotonic()
+            self._heard, self.has_begun = time.monotonic(), True
             return self.reader.read(topic.decode(), int.from_bytes(sequence, "big"), decode(payload))
         if self.silent_seconds > self._timings.event_silence:
             raise ServerUnavailableError(

@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import AdapterDirectory
+from client_connector.events import EventFollower
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
@@ -105,7 +106,9 @@ def _init(original: Any) -> Callable[..., Any]:
         if found is not None:
             directory = AdapterDirectory(found.address, timings=found.timings)
             setattr(self, _DIRECTORY, directory)
-            setattr(self, LOOKUP, Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup))
+            known = EventFollower(found.address, timings=found.timings).known
+            lookup = Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)
+            setattr(self, LOOKUP, lookup)
             self.lora_server_added = set()  # names that this engine's API brought to the server
 
     return init
@@ -127,7 +130,7 @@ def _listed(models: Any, name: str, version: str) -> Any:
 
 @ours(lambda serving: getattr(serving.models, LOOKUP, None))
 async def _check_model(original: Any, lookup: Lookup, self: Any, request: Any) -> Any:
-    """Ask the server for every name that is not the base model's: adapters come and go there.
+    """Ask the server for every name that is not the base model's, unless its events told: adapters come and go there.
 
     While it is away, a request for a known name goes on: it waits for its adapter.
     """
