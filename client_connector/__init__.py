@@ -9,6 +9,7 @@ routing       rows -> messages                  geometry     the same base model
 routed        rows -> messages on a device      session      what a client has after joining
 alora         where an activated LoRA begins
 forward_pass  an engine's model at work
+events        names known without a call
 connect       which backend reaches a shard
 serving/      what every serving engine needs   transformers/ vllm/   their hooks
 """

@@ -68,7 +68,8 @@ class TopicReader:
 class EventStream:
     """All events of a server from when it was opened, in the order of each topic, without gaps. For one thread.
 
-    A context manager. `has_begun`: a message came, so the subscription works. What it does not receive by ZeroMQ it asks for by gRPC.
+    A context manager. What it does not receive by ZeroMQ it asks for by gRPC. `has_begun`: a message came, so the
+    subscription works.
     """
 
     def __init__(
