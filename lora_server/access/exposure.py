@@ -34,6 +34,8 @@ def _open(config: ServeConfig) -> dict[str, Address]:
     if config.node_rank and config.controller is not None:
         return {"--controller": config.controller, "--http": config.http}
     more = {"--advertise": Address(config.advertise, 0)} if config.advertise else {}
+    if config.events_address is not None:
+        more["--events"] = config.events_address
     return {"--listen": config.listen, "--http": config.http} | more
 
 

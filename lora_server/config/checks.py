@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 
 from lora_server.address import Address
 from lora_server.placement import Layout, share
@@ -31,8 +32,7 @@ def check_ports(ports: DataPorts, layout: str, own: Mapping[str, Address]) -> No
             f"--data-port-base: got {span[0]}, expected at most {HIGHEST + 1 - len(span)}: {layout} needs {len(span)} "
             "ports from there on"
         )
-    (flag, address), *others = own.items()
-    for other, taken in others:
+    for (flag, address), (other, taken) in combinations(own.items(), 2):
         if address.meets(taken):
             raise ValueError(f"{flag}: got {address}, expected another port than that of {other} {taken}")
     for flag, address in own.items():

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from lora_server.address import Address
 from lora_server.config.checks import check_leaders, check_ports
-from lora_server.config.types import Classes, Host, LayoutName, Listens, Paths, PoolSize, Texts
+from lora_server.config.types import TCP, Classes, Host, LayoutName, Listens, Paths, PoolSize, Publishes, Texts
 from lora_server.logs import Format
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
@@ -100,8 +100,10 @@ class ServeConfig(BaseSettings):
     http: Listens = Field(
         Address("127.0.0.1", 7401), description="Address of the status page, /livez, /readyz and /metrics."
     )
-    events: Literal["ipc", "off"] = Field(
-        "ipc", description="Publish events by ZeroMQ. ipc: on a socket in the run directory, for this user's processes."
+    events: Publishes = Field(
+        "ipc",
+        description="Publish events by ZeroMQ. ipc: on a socket in the run directory, for this user's processes. "
+        "tcp://HOST:PORT: encrypted, for readers with a token's rights. off: not.",
     )
     require_tokens: bool = Field(False, description="Reject unauthenticated calls even before the first token exists.")
     insecure: bool = Field(
@@ -228,8 +230,15 @@ class ServeConfig(BaseSettings):
     @model_validator(mode="after")
     def _check_ports(self) -> ServeConfig:
         own = {"--http": self.http} | ({} if self.node_rank else {"--listen": self.listen})
+        if self.events_address is not None and not self.node_rank:
+            own["--events"] = self.events_address
         check_ports(self.data_ports, self.layout, own)
         return self
+
+    @property
+    def events_address(self) -> Address | None:
+        """The address of --events over TCP."""
+        return Address.parse(self.events.removeprefix(TCP)) if self.events.startswith(TCP) else None
 
     @property
     def data_ports(self) -> DataPorts:

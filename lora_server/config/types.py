@@ -15,6 +15,8 @@ from lora_server.placement import Layout
 from lora_server.slo import SloClasses
 from lora_server.units import Size
 
+TCP = "tcp://"
+
 
 def _reader(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Make a validator of `parse`, which raises ConfigError. Values that are no text are parsed already."""
@@ -43,6 +45,14 @@ def _split(text: str) -> list[str]:
     return [item for item in text.split(",") if item]
 
 
+def _publishes(text: str) -> str:
+    if text in ("ipc", "off"):
+        return text
+    if not text.startswith(TCP):
+        raise ValueError(f"got {text!r}, expected ipc, off, or tcp://HOST:PORT")
+    return f"{TCP}{_reader(Address.parse)(text.removeprefix(TCP))}"
+
+
 # NoDecode: their text in the environment is not JSON
 Listens = Annotated[Address, NoDecode, BeforeValidator(_reader(Address.parse)), PlainSerializer(str)]
 PoolSize = Annotated[
@@ -57,4 +67,5 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_reader(_split))]
 # a file, or what it contains
 Classes = Annotated[SloClasses, NoDecode, BeforeValidator(_classes), PlainSerializer(SloClasses.as_dict)]
 Host = Annotated[str, AfterValidator(lambda text: str(_reader(parse_host)(text)) if text else "")]
+Publishes = Annotated[str, AfterValidator(_publishes)]  # ipc, off, or tcp://HOST:PORT
 LayoutName = Annotated[str, AfterValidator(lambda text: str(_reader(Layout.parse)(text)))]

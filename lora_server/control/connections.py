@@ -72,7 +72,7 @@ class ConnectionLimit:
     def enforce(self) -> None:
         """Look at all connections once, and end some of those over the limits. Call it periodically."""
         try:
-            descriptors = dict(_open_sockets())
+            descriptors = dict(open_sockets())
             known = {inode: peer for inode, peer in self._sockets.items() if inode in descriptors}
             new = {inode: self._peer(fd) for inode, fd in descriptors.items() if inode not in known}
         except OSError:  # no descriptor is free to look with: what is known stays
@@ -89,7 +89,7 @@ class ConnectionLimit:
                 port=self._port,
                 host=here[inode].host,
             )
-            if _end(descriptors[inode], inode):
+            if end_socket(descriptors[inode], inode):
                 self._sockets[inode] = None  # its server closes it
 
     def _excess(self, strangers: dict[int, Peer]) -> list[int]:
@@ -122,7 +122,7 @@ class ConnectionLimit:
         return None
 
 
-def _open_sockets() -> list[tuple[int, int]]:
+def open_sockets() -> list[tuple[int, int]]:
     """Yield the inode and descriptor of each socket of this process. Raises OSError if no descriptor is free."""
     found = []
     for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208  (many)
@@ -133,7 +133,7 @@ def _open_sockets() -> list[tuple[int, int]]:
     return found
 
 
-def _end(fd: int, inode: int) -> bool:
+def end_socket(fd: int, inode: int) -> bool:
     """Shut down the socket of a descriptor, unless the descriptor names another socket by now; return whether it is."""
     with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as sock:
         if os.fstat(sock.fileno()).st_ino == inode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,8 +24,10 @@ from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.watch import DirectoryWatch
 from lora_server.control.controller import Controller
 from lora_server.control.events.advice import AdviceNews
+from lora_server.control.events.keys import ReaderKeys
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.publisher import EventPublisher
+from lora_server.control.events.sockets import EventSocket, IpcEvents, TcpEvents
 from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
@@ -102,7 +105,7 @@ class ControllerProcess:
                 tls,
                 held=True,
                 resolver=resolver,
-                events=EventsService(events, self._publish(events)),
+                events=self._publish(events),
             )
         except RuntimeError as error:
             raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
@@ -111,15 +114,25 @@ class ControllerProcess:
         self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
 
-    def _publish(self, events: EventLog) -> str:
-        """Publish events until the process stops; return where, empty with `--events off`."""
+    def _publish(self, events: EventLog) -> EventsService:
+        """Publish events until the process stops, unless `--events off`. Raises ConfigError."""
         if self.config.events == "off":
-            return ""
+            return EventsService(events, "")
+        socket: EventSocket
+        keys, address = None, self.config.events_address
+        if address is None:
+            socket = IpcEvents(f"ipc://{self.config.run_dir / EVENTS}")
+        else:
+            keys = ReaderKeys()
+            self.gate.cache.on_change = partial(self._end_revoked, keys)
+            try:
+                socket = TcpEvents(address, keys, events.introduce, held=True)
+            except OSError as error:
+                raise cannot_listen("--events", address, error) from error
         events.viewers = lambda name: self.gate.names.viewers(name)
         advice = AdviceNews(self.controller, events)
-        publisher = EventPublisher(events, f"ipc://{self.config.run_dir / EVENTS}", advice.note, self._timings)
-        self._stack.callback(publisher.close)
-        return publisher.endpoint
+        self._stack.callback(EventPublisher(events, socket, advice.note, self._timings).close)
+        return EventsService(events, socket.endpoint, keys)
 
     def _find_adapters(self) -> dict[str, Path]:
         """Return adapters of the start-up directory; only a restarted controller tolerates that it is gone."""
@@ -165,8 +178,10 @@ class ControllerProcess:
         self.controller.adapters.admission.admit()
         control.set_ready(not self._not_ready())
 
-    def _end_revoked(self) -> None:
-        """End the leases with a token that was revoked or has expired."""
+    def _end_revoked(self, keys: ReaderKeys | None = None) -> None:
+        """End the leases, and readers of events, with a token that was revoked or has expired."""
+        if keys is not None:
+            keys.void_where(lambda who: not self.gate.is_good(who.tenant, who.token))
         self.controller.clients.end_where(
             lambda lease: not self.gate.is_good(lease.tenant, lease.token), "its token was revoked"
         )

@@ -18,6 +18,7 @@ from lora_server.access.remote import RemoteGate
 from lora_server.access.tls import certificate_of
 from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
+from lora_server.config.types import TCP
 from lora_server.daemon import processes
 from lora_server.daemon.checks import check_start, node_secret
 from lora_server.daemon.child_main import DISK_CACHE
@@ -77,7 +78,11 @@ class Node:
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
             return
-        held = {name: hold_port(f"--{name}", getattr(process, name), ports) for name in ("listen", "http")}
+        held: dict[str, object] = {
+            name: hold_port(f"--{name}", getattr(process, name), ports) for name in ("listen", "http")
+        }
+        if process.events_address is not None:
+            held["events"] = f"{TCP}{hold_port('--events', process.events_address, ports)}"
         process = process.model_copy(update=held)
         controller = self._run("controller", CONTROLLER, process)
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))

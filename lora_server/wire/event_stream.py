@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import zmq
+from zmq.utils import z85
 
+from lora_server.address import ANY, Address
 from lora_server.errors import ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -29,6 +31,15 @@ class ReceivedBatch(NamedTuple):
 def received(topic: str, reply: pb.ReplayEventsReply) -> list[ReceivedBatch]:
     """Return what a replay brings."""
     return [ReceivedBatch(topic, one.sequence, decode(one.payload)) for one in reply.batches]
+
+
+def _from_here(endpoint: str, server: str) -> str:
+    """Return an endpoint with the server's host in place of one that stands for all addresses."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    address = Address.parse(endpoint.removeprefix("tcp://"))
+    host = Address.parse(server).host if address.host in ANY else address.host
+    return f"tcp://{address._replace(host=host)}"
 
 
 class TopicReader:
@@ -87,15 +98,19 @@ class EventStream:
         self._events: Any = rpc.EventsStub(self._channel)  # type: ignore[no-untyped-call]
         self._heard, self.has_begun = time.monotonic(), False
         try:
-            opened: pb.OpenEventsReply = self._call(self._events.Open, pb.OpenEventsRequest())
+            public, secret = zmq.curve_keypair()
+            request = pb.OpenEventsRequest(reader_key=z85.decode(public))
+            opened: pb.OpenEventsReply = self._call(self._events.Open, request)
             last = {one.topic: one.sequence for one in opened.topics}
             self.reader = TopicReader(opened.epoch, last, self._replay)
-            self._socket = self._subscribed(opened, kinds)
+            self._socket = self._subscribed(opened, kinds, public, secret)
         except BaseException:
             self.close()
             raise
 
-    def _subscribed(self, opened: pb.OpenEventsReply, kinds: tuple[str, ...]) -> zmq.Socket[bytes]:
+    def _subscribed(
+        self, opened: pb.OpenEventsReply, kinds: tuple[str, ...], public: bytes, secret: bytes
+    ) -> zmq.Socket[bytes]:
         path = opened.endpoint.removeprefix("ipc://")
         if path != opened.endpoint and not Path(path).is_socket():
             raise ServerUnavailableError(
@@ -104,7 +119,12 @@ class EventStream:
         socket = self._context.socket(zmq.SUB)
         for prefix in [f"{kind}/" for kind in kinds] or [""]:
             socket.subscribe(prefix)
-        socket.connect(opened.endpoint)
+        if opened.server_key:
+            socket.set(zmq.CURVE_SERVERKEY, opened.server_key)
+            socket.set(zmq.CURVE_PUBLICKEY, public)
+            socket.set(zmq.CURVE_SECRETKEY, secret)
+            socket.set(zmq.IPV6, 1)
+        socket.connect(_from_here(opened.endpoint, self._address))
         return socket
 
     def take(self, seconds: float) -> list[ReceivedBatch]:

@@ -1060,18 +1060,22 @@ class ShardCommand(_message.Message):
     def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., bring: _Optional[int] = ..., stop: bool = ..., challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., uses: _Optional[_Union[Uses, _Mapping]] = ...) -> None: ...
 
 class OpenEventsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("reader_key",)
+    READER_KEY_FIELD_NUMBER: _ClassVar[int]
+    reader_key: bytes
+    def __init__(self, reader_key: _Optional[bytes] = ...) -> None: ...
 
 class OpenEventsReply(_message.Message):
-    __slots__ = ("endpoint", "epoch", "topics")
+    __slots__ = ("endpoint", "epoch", "topics", "server_key")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOPICS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_KEY_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     epoch: int
     topics: _containers.RepeatedCompositeFieldContainer[TopicSequence]
-    def __init__(self, endpoint: _Optional[str] = ..., epoch: _Optional[int] = ..., topics: _Optional[_Iterable[_Union[TopicSequence, _Mapping]]] = ...) -> None: ...
+    server_key: bytes
+    def __init__(self, endpoint: _Optional[str] = ..., epoch: _Optional[int] = ..., topics: _Optional[_Iterable[_Union[TopicSequence, _Mapping]]] = ..., server_key: _Optional[bytes] = ...) -> None: ...
 
 class TopicSequence(_message.Message):
     __slots__ = ("topic", "sequence")

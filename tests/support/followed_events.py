@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_server.control.events.advice import AdviceNews
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.publisher import EventPublisher
+from lora_server.control.events.sockets import IpcEvents
 from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
@@ -25,9 +26,11 @@ class Publishing:
         self.events, self._stack, self.timings = EventLog(depth=depth), stack, timings
         self.controller = make_controller(events=self.events)
         advice = AdviceNews(self.controller, self.events)
-        self.publisher = EventPublisher(self.events, f"ipc://{directory}/events.sock", advice.note, timings)
+        socket = IpcEvents(f"ipc://{directory}/events.sock")
+        self.endpoint = socket.endpoint
+        self.publisher = EventPublisher(self.events, socket, advice.note, timings)
         stack.callback(self.publisher.close)
-        service = EventsService(self.events, self.publisher.endpoint)
+        service = EventsService(self.events, self.endpoint)
         control = ControlServer(self.controller, "127.0.0.1:0", Doorkeeper("x"), events=service)
         stack.callback(control.close, 0.2)
         self.address = f"127.0.0.1:{control.port}"

@@ -2,5 +2,6 @@
 
 log        what happened: batches, sequences, replay   publisher  the socket that sends it
 residency  when an adapter's state is news             topics     which topics a caller may read
-advice     when what routers should know is news
+advice     when what routers should know is news        sockets    over ipc, and over TCP with CURVE
+keys       which keys readers have shown                inbound    a bound on what they send
 """

@@ -6,47 +6,36 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import structlog
 import zmq
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.events.log import EventLog
+from lora_server.control.events.sockets import EventSocket
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire.events import Message
 
-MOST_QUEUED = 1000  # messages for one subscriber; beyond them it loses messages
-MOST_INBOUND = 1024  # bytes of a subscriber's message; a longer one ends its connection
 CLOSE_SECONDS = 5.0
 log = structlog.get_logger()
 
 
 class EventPublisher:
-    """A socket and the thread that sends on it, from its constructor on.
-
-    Raises zmq.ZMQError where it cannot listen at `endpoint`. `before_beat` is called before heartbeats; it may publish.
-    """
+    """The thread that sends a log's events on a socket, from its constructor on. `before_beat` is called before
+    heartbeats; it may publish."""
 
     def __init__(
         self,
         events: EventLog,
-        endpoint: str,
+        socket: EventSocket,
         before_beat: Callable[[], object] = lambda: None,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
     ) -> None:
+        """`socket` is this publisher's own from now on."""
         self._events, self._before_beat, self._timings, self._clock = events, before_beat, timings, clock
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUB)
-        self._socket.set(zmq.SNDHWM, MOST_QUEUED)
-        self._socket.set(zmq.MAXMSGSIZE, MOST_INBOUND)
-        self._socket.set(zmq.LINGER, 0)
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError:
-            self._context.destroy(linger=0)
-            raise
-        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._socket = socket
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -62,16 +51,12 @@ class EventPublisher:
         except Exception:
             log.exception("events are not published any more")
         finally:
-            self._context.destroy(linger=0)
+            self._socket.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._bell, zmq.POLLIN)
         beat, send = self._clock.now(), math.inf  # when heartbeats and pending events are due
         while not self._stopping.is_set():
-            wait = max(0.0, min(beat, send) - self._clock.now())
-            if poller.poll(math.ceil(wait * 1e3)):
-                os.eventfd_read(self._bell)
+            if self._heard(min(beat, send) - self._clock.now()):
                 send = min(send, self._clock.now() + self._timings.event_batch)
             now = self._clock.now()
             if send <= now:
@@ -79,12 +64,24 @@ class EventPublisher:
                 send = math.inf
             if beat <= now:
                 self._before_beat()
+                self._socket.look()
                 self._send(self._events.heartbeats())
                 beat = now + self._timings.event_beat
 
+    def _heard(self, seconds: float) -> bool:
+        """Wait for an event, for at most so long; return whether there is one. Subscribers are heard, too."""
+        polled: list[tuple[Any, int]] = [(one, zmq.POLLIN) for one in (self._bell, *self._socket.heard)]
+        ready: list[Any] = [one for one, _ in zmq.zmq_poll(polled, max(0, math.ceil(seconds * 1e3)))]
+        if len(ready) > (self._bell in ready):
+            self._socket.hear()
+        if self._bell not in ready:
+            return False
+        os.eventfd_read(self._bell)
+        return True
+
     def _send(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            self._socket.send_multipart(message.frames())
+            self._socket.send(message)
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

@@ -50,7 +50,7 @@ def test_frames_are_those_of_vllm(tmp_path, stack):
     context = stack.enter_context(zmq.Context())
     socket = stack.enter_context(context.socket(zmq.SUB))
     socket.subscribe(b"adapter/")
-    socket.connect(publishing.publisher.endpoint)
+    socket.connect(publishing.endpoint)
     assert socket.poll(HANG_SECONDS * 1e3), "a heartbeat says that the subscription works"
     topic, sequence, payload = socket.recv_multipart()
     assert (topic, msgspec.msgpack.decode(payload)[1]) == (b"adapter//", [])
