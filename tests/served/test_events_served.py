@@ -1,7 +1,9 @@
 """Events of a real server: what the command prints, and what a reader has when the controller is killed."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,11 +13,15 @@ from pathlib import Path
 import pytest
 
 from client_connector.directory import AdapterDirectory
+from lora_server.access.identity import Role
+from lora_server.access.store import Store, Tenant
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.errors import ServerUnavailableError
+from lora_server.registry.database import FILE, Database
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
 from lora_server.wire.event_stream import EventStream
 from lora_server.wire.rpc import open_channel
 from tests.support.serving import HANG_SECONDS, flags, until
@@ -80,6 +86,44 @@ def test_a_reader_knows_that_the_controller_was_killed(server):
             return False
 
     until(follows, "events come from the next controller")
+
+
+def test_events_over_tcp_are_encrypted_and_go_with_their_tokens(load, tmp_path):
+    """A tenant's reader has what is about its own adapter, and not what is about another's."""
+    data = tmp_path / "data"
+    data.mkdir()
+    with contextlib.closing(Database(f"sqlite:///{data / FILE}")) as database:
+        store = Store(database)
+        secrets = {}
+        for tenant in ("", "acme", "rival"):
+            if tenant:
+                store.set_tenant(Tenant(tenant))
+            secrets[tenant] = Credentials(token=str(store.create_token(tenant, Role.ADMIN)[1]))
+    source = shutil.copytree(next(load.adapters.iterdir()), tmp_path / "acme" / "files")
+    more = ("--events", "tcp://127.0.0.1:0", "--data-dir", str(data), "--adapter-root", str(tmp_path))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running_server(tmp_path / "log", flags(load, *more)))
+        readers = {
+            tenant: stack.enter_context(EventStream(server.address, shown, ("adapter",)))
+            for tenant, shown in secrets.items()
+        }
+        for reader in readers.values():
+            until(lambda reader=reader: reader.take(0.5) or reader.has_begun, "its subscription works")
+        with contextlib.closing(AdapterDirectory(server.address, secrets["acme"])) as directory:
+            directory.add("mine", str(source))
+            directory.remove("mine")
+        found = {tenant: [] for tenant in readers}
+
+        def came():
+            for tenant, reader in readers.items():
+                found[tenant] += [
+                    (type(event).__name__, event.name) for one in reader.take(0.5) for event in one.batch.events
+                ]
+            return len(found["acme"]) == len(found[""]) == 2
+
+        until(came, "both events")
+        assert found["acme"] == found[""] == [("AdapterAdded", "acme/mine"), ("AdapterRemoved", "acme/mine")]
+        assert found["rival"] == []
 
 
 def test_without_events_the_command_says_how_to_have_them(load, tmp_path):

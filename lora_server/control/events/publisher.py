@@ -46,15 +46,16 @@ class EventPublisher:
         os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception:
-            log.exception("events are not published any more")
-        finally:
-            self._socket.close()
+        while not self._stopping.is_set():
+            try:
+                self._serve()
+            except Exception:
+                log.exception("events could not be published; going on")
+                self._stopping.wait(self._timings.event_beat)
+        self._socket.close()
 
     def _serve(self) -> None:
-        beat, send = self._clock.now(), math.inf  # when heartbeats and pending events are due
+        beat = send = self._clock.now()  # when heartbeats and pending events are due
         while not self._stopping.is_set():
             if self._heard(min(beat, send) - self._clock.now()):
                 send = min(send, self._clock.now() + self._timings.event_batch)

@@ -137,8 +137,11 @@ class TcpEvents(EventSocket):
 
     def _subscribe(self) -> None:
         frame = self._socket.recv(copy=False)
-        data, key = frame.bytes, bytes.fromhex(str(frame.get(USER_ID)))
-        who = self._keys.reader(key)
+        try:
+            key = bytes.fromhex(str(frame.get(USER_ID)))
+        except zmq.ZMQError:  # libzmq's own, of a reader that went
+            return
+        data, who = frame.bytes, self._keys.reader(key)
         if data[:1] not in (b"\0", b"\1") or len(data) > MOST_INBOUND:
             log.warning("a reader of events sent what is no subscription; its key is void", reader=str(who))
             self._keys.void(key)
