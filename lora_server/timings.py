@@ -35,7 +35,7 @@ class Timings:
     registry_look: float = 1.0  # between two looks for what other servers changed in the registry
     # events
     event_batch: float = 0.02  # an event waits so long for others
-    event_beat: float = 0.5  # between two heartbeats of a topic
+    event_beat: float = 0.5  # a topic without a batch for so long has a heartbeat
     event_silence: float = 2.0  # a reader without a message for so long asks by gRPC instead
     event_retry: float = 0.5  # between two attempts of a reader to follow a server
     # adapters

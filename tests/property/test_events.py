@@ -42,7 +42,7 @@ def test_a_reader_has_every_event_in_order_or_knows_that_some_are_lost(steps):
 
     reader, got, made = TopicReader(log.epoch, log.sequences(), replay), defaultdict(list), defaultdict(list)
     lost = False
-    for number, (what, more) in enumerate([*steps, ("sent", False), ("heartbeat", True)]):
+    for number, (what, more) in enumerate([*steps, ("sent", False), ("heartbeat", True), ("heartbeat", True)]):
         if what in KINDS:
             log.publish(what, more, KINDS[what](number))
             made[f"{what}/{more}/"].append(number)

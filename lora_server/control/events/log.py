@@ -54,6 +54,7 @@ class EventLog:
         self._wake: Callable[[], object] | None = None
         self._pending: list[tuple[str, str, AnyEvent]] = []
         self._sequences = {topic_of(kind, ""): self.epoch for kind in KINDS}
+        self._beaten = dict(self._sequences)  # the sequences at the last heartbeats
         self._rings = {kind: EventRing(depth) for kind in KINDS}
         self._lock = threading.Lock()
 
@@ -101,9 +102,11 @@ class EventLog:
                 self._sequences.setdefault(topic, self.epoch)
 
     def heartbeats(self) -> list[Message]:
-        """Return a message without events for every topic."""
-        payload = encode(EventBatch(self._clock.time(), []))
-        return [Message(topic, sequence, payload, 0) for topic, sequence in self.sequences().items()]
+        """Return a message without events for every topic that had none since the last call."""
+        payload, sequences = encode(EventBatch(self._clock.time(), [])), self.sequences()
+        quiet = [topic for topic, sequence in sequences.items() if self._beaten.get(topic, self.epoch) == sequence]
+        self._beaten = sequences
+        return [Message(topic, sequences[topic], payload, 0) for topic in quiet]
 
     def sequences(self) -> dict[str, int]:
         """Return the last sequence of every topic; the epoch for a topic without events."""
