@@ -13,21 +13,53 @@ from typing import TYPE_CHECKING
 import typer
 
 from lora_server.cli.call import ask
-from lora_server.errors import ServerUnavailableError
+from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from lora_server.wire import lora_server_pb2 as pb
+    from lora_server.wire.event_stream import EventStream
 
     Show = Callable[[pb.StatusReply, Console], None]
 
 SECONDS = 1.0  # between two refreshes
+LEAST_SECONDS = 0.2  # likewise, when events come
+
+
+class EventPause:
+    """The pause between two refreshes: it ends when the server publishes an event, or after SECONDS."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._stream: EventStream | None = None
+
+    def wait(self) -> None:
+        """Pause. Without events, of a server that is away or has none, it takes SECONDS."""
+        from lora_server.wire.event_stream import EventStream
+
+        until = time.monotonic() + SECONDS
+        time.sleep(LEAST_SECONDS)
+        try:
+            self._stream = self._stream or EventStream(self._server)
+            while not self._stream.take(max(0.0, until - time.monotonic())) and time.monotonic() < until:
+                pass  # a heartbeat
+            while self._stream.take(0.0):
+                pass  # the next refresh shows all of these
+        except LoraServerError:
+            self.close()
+            time.sleep(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Stop following the server's events."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def watch(server: str, as_json: bool, show: Show) -> None:
-    """`show` the status every second until Ctrl-C, and an error while the server does not answer.
+    """`show` the status when an event comes, and every second, until Ctrl-C; an error while the server does not answer.
 
     A terminal gets a screen that is redrawn; a pipe gets one screen, or one JSON document per line, after the other.
     """
@@ -38,15 +70,16 @@ def watch(server: str, as_json: bool, show: Show) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell in the background had it ignored
     console = terminal.open_console()
     screen = console.is_terminal and not as_json
-    with contextlib.suppress(KeyboardInterrupt):
+    pause = EventPause(server)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pause):
         if not screen:
             while True:
                 _print(server, as_json, console, show)
-                time.sleep(SECONDS)
+                pause.wait()
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(_look(server, console, show), refresh=True)
-                time.sleep(SECONDS)
+                pause.wait()
 
 
 def _print(server: str, as_json: bool, console: Console, show: Show) -> None:

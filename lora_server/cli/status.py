@@ -26,7 +26,9 @@ MOST_NAMES = 8  # of what a client holds; --json has a hundred
 def status(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh when something happens, and every second, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show shards, memory, clients and adapters of a running server."""
 

@@ -10,6 +10,7 @@ import zmq
 
 from lora_server.access.identity import Identity, Role
 from lora_server.access.names import Names
+from lora_server.cli import live
 from lora_server.control.adapters.records import Record
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.topics import may_read
@@ -145,6 +146,30 @@ def test_a_socket_that_cannot_be_seen_is_named(tmp_path, stack):
     (tmp_path / "events.sock").unlink(missing_ok=True)
     with pytest.raises(ServerUnavailableError, match=r"events.sock cannot be seen from here"):
         EventStream(publishing.address)
+
+
+def test_status_watch_refreshes_when_an_event_comes(tmp_path, stack, monkeypatch):
+    monkeypatch.setattr(live, "SECONDS", HANG_SECONDS)
+    publishing = Publishing(tmp_path, stack)
+    pause = stack.enter_context(contextlib.closing(live.EventPause(publishing.address)))
+    waiting = threading.Thread(target=pause.wait)
+    began = time.monotonic()
+    waiting.start()
+
+    def ends():
+        publishing.events.publish(ADAPTER, "law", added(1))
+        return not waiting.is_alive()
+
+    until(ends, "the pause ends")
+    assert time.monotonic() - began < HANG_SECONDS / 2
+
+
+def test_status_watch_refreshes_also_without_events(monkeypatch):
+    monkeypatch.setattr(live, "SECONDS", 0.3)
+    pause = live.EventPause("127.0.0.1:1")
+    began = time.monotonic()
+    pause.wait()
+    assert time.monotonic() - began >= 0.3
 
 
 # -- which events there are, and whose
