@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,21 +49,26 @@ def test_the_command_prints_what_happened_and_what_happens(server, load):
     assert {one["name"] for one in before if one["type"] == "AdapterAdded"} == names
     assert {one["state"] for one in before if one["type"] == "ShardChanged"} == {"up"}
 
-    follower = children.start([*command, "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    follower = children.start([*command, "--follow"], stdout=subprocess.PIPE)
+    found, directory = [], AdapterDirectory(server.address)
+    listening = threading.Thread(target=lambda: [found.append(json.loads(line)) for line in follower.stdout])
+    listening.start()
+
+    def is_told():
+        directory.add("again", source)  # anew, since the follower may not have subscribed yet
+        directory.remove("again")
+        ours = [one["type"] for one in found if one["topic"] == "adapter//" and one["name"] == "again"]
+        return {"AdapterAdded", "AdapterRemoved"} <= set(ours)
+
     try:
-        directory = AdapterDirectory(server.address)
-        found = []
-        while not any(one["type"] == "AdapterAdded" for one in found):  # it may not have subscribed yet
-            directory.add("again", source)
-            directory.remove("again")
-            found.append(json.loads(follower.stdout.readline()))
+        until(is_told, "the follower prints both")
         follower.send_signal(signal.SIGINT)
-        found += [json.loads(line) for line in follower.communicate(timeout=HANG_SECONDS)[0].splitlines()]
+        assert follower.wait(HANG_SECONDS) == 0
     finally:
         follower.kill()
-    ours = [one["type"] for one in found if one["topic"] == "adapter//" and one["name"] == "again"]
-    assert set(ours) == {"AdapterAdded", "AdapterRemoved"}
-    assert follower.returncode == 0
+        listening.join(HANG_SECONDS)
+        follower.stdout.close()
+        directory.close()
 
 
 def test_the_socket_is_for_this_user_alone(server):
