@@ -35,9 +35,14 @@ class ForwardPass:
         self.observe_gemm: Callable[[GemmTimes], None] | None = None
         self._owners: dict[tuple[Terms, int], torch.Tensor] = {}
 
-    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Started | None:
-        """Push the rows of a site with one weight for all rows; None where the batch has no delta."""
-        batch = self.batch.at(site) if self.batch is not None else None
+    def start_dense(
+        self, site: Site, x_TK: torch.Tensor, window: Window | None = None, pass_rows_T: torch.Tensor | None = None
+    ) -> Started | None:
+        """Push the rows of a site with one weight for all rows; None where the batch has no delta.
+
+        `pass_rows_T`: int64, where the site's rows are not those of the pass: see Batch.spread.
+        """
+        batch = self._batch_at(site, pass_rows_T)
         if batch is None:
             return None
         try:
@@ -59,13 +64,14 @@ class ForwardPass:
         x: torch.Tensor,
         weights: torch.Tensor | None = None,
         window: Window | None = None,
+        pass_rows_T: torch.Tensor | None = None,
     ) -> Started | None:
         """Push the rows of an expert site; expert ids of E and above stand for no expert.
 
         Without `weights` x is [T, K]. With them, float32 [T * k], x is [T * k, K], and deltas come back weighted
-        and summed per row.
+        and summed per row. `pass_rows_T`: see start_dense.
         """
-        batch = self.batch.at(site) if self.batch is not None else None
+        batch = self._batch_at(site, pass_rows_T)
         if batch is None:
             return None
         try:
@@ -86,6 +92,10 @@ class ForwardPass:
         except LoraServerError as error:
             self.failed(error, None)
             return None
+
+    def _batch_at(self, site: Site, pass_rows_T: torch.Tensor | None) -> Batch | None:
+        batch = self.batch.at(site) if self.batch is not None else None
+        return batch if batch is None or pass_rows_T is None else batch.spread(pass_rows_T)
 
     def _start_on_host(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange | None:
         """Route on the host, which waits for the device if there is one."""

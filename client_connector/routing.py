@@ -125,6 +125,21 @@ class Batch:
             self._parts[part] = self._kept(keep, part)
         return self._parts[part]
 
+    def spread(self, pass_rows_T: torch.Tensor) -> Batch | None:
+        """Return the batch of a site whose row t is row `pass_rows_T[t]` (int64) of the pass, or none of it (-1).
+
+        A pass's row may be there several times, or not at all; None if no row has an adapter.
+        """
+        pass_rows_T = pass_rows_T.cpu()  # waits for the device, if the engine has the map there
+        sorted_T, order_T = torch.sort(pass_rows_T, stable=True)
+        first_R = torch.searchsorted(sorted_T, self.rows_R)
+        count_R = torch.searchsorted(sorted_T, self.rows_R, right=True) - first_R
+        of_N = torch.arange(len(self.rows_R)).repeat_interleave(count_R)
+        nth_N = torch.arange(len(of_N)) - (count_R.cumsum(0) - count_R)[of_N]
+        rows_N = order_T[first_R[of_N] + nth_N]
+        weights_N = None if self.weights_R is None else self.weights_R[of_N]
+        return Batch(rows_N, self.handles_R[of_N], self.held, self.decode, weights_N) if len(of_N) else None
+
     def on(self, device: torch.device, num_rows: int) -> Tables:
         """Copy the batch, of rows with one adapter each, to a device, once, for activations of `num_rows` rows."""
         if (device, num_rows) not in self._tables:

@@ -27,13 +27,18 @@ class RemoteExperts:
     weighted_input: bool = False  # the router's weights were applied to the layer's input already
 
     def start_gate_up(
-        self, x_TH: torch.Tensor, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None
+        self,
+        x_TH: torch.Tensor,
+        ids_Tk: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        pass_rows_T: torch.Tensor | None = None,
     ) -> Started | None:
-        """Push what this rank's experts will read."""
+        """Push what this rank's experts will read. `pass_rows_T`: of rows that were dispatched, see Batch.spread."""
         if not self.forward.sites.active:
             return None
         experts = self._experts(ids_Tk, expert_map)
-        return self.forward.sites.start_experts(Site(self.layer, "gate_up"), experts, x_TH, None, self.gate_up)
+        site = Site(self.layer, "gate_up")
+        return self.forward.sites.start_experts(site, experts, x_TH, None, self.gate_up, pass_rows_T)
 
     def finish_gate_up(self, step: Started | None, y: torch.Tensor, interleaved: bool = False) -> None:
         """Add to y [T * k, N], columns [gate | up] or, interleaved, gate and up alternating."""
@@ -42,17 +47,21 @@ class RemoteExperts:
         self.forward.sites.add(step, [(gate, 0), (up[:, :width], width)], per_entry=True)
 
     def start_down(
-        self, x_NI: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, expert_map: torch.Tensor | None
+        self,
+        x_NI: torch.Tensor,
+        ids_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        pass_rows_T: torch.Tensor | None = None,
     ) -> Started | None:
-        """Push activations [T * k, >= I], which come back weighted and summed per token."""
+        """Push activations [T * k, >= I], which come back weighted and summed per token; see start_gate_up."""
         if not self.forward.sites.active:
             return None
         weights = weights_Tk.reshape(-1).float()
         weights = torch.ones_like(weights) if self.weighted_input else weights
         experts = self._experts(ids_Tk, expert_map)
-        return self.forward.sites.start_experts(
-            Site(self.layer, "down"), experts, x_NI[:, : self.width], weights, self.down
-        )
+        site, x = Site(self.layer, "down"), x_NI[:, : self.width]
+        return self.forward.sites.start_experts(site, experts, x, weights, self.down, pass_rows_T)
 
     def finish_down(self, step: Started | None, y_TH: torch.Tensor) -> None:
         """Add to the layer's output."""

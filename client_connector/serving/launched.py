@@ -157,9 +157,11 @@ class KernelSites(SiteSteps):
     # -- at a site
 
     @override
-    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Launched | None:
+    def start_dense(
+        self, site: Site, x_TK: torch.Tensor, window: Window | None = None, pass_rows_T: torch.Tensor | None = None
+    ) -> Launched | None:
         owners: Owners = [(self.links.terms.placement.owners(site)[0], None)]
-        return self._start(site, self._expert_T1[: len(x_TK)], x_TK, None, window, owners)
+        return self._start(site, self._expert_T1[: len(x_TK)], x_TK, None, window, owners, pass_rows_T)
 
     @override
     def start_experts(
@@ -169,12 +171,13 @@ class KernelSites(SiteSteps):
         x: torch.Tensor,
         weights: torch.Tensor | None = None,
         window: Window | None = None,
+        pass_rows_T: torch.Tensor | None = None,
     ) -> Launched | None:
         placement = self.links.terms.placement
         owners = [(one, placement.experts(site, one)) for one in placement.layout.stage_shards(site.layer)]
         weights_Tk = None if weights is None else weights.view(experts_Tk.shape)
         owners = [(shard, own) for shard, own in owners if len(own)]
-        return self._start(site, experts_Tk.int().contiguous(), x, weights_Tk, window, owners)
+        return self._start(site, experts_Tk.int().contiguous(), x, weights_Tk, window, owners, pass_rows_T)
 
     @override
     def add(self, step: Started | None, parts: Sequence[Part], per_entry: bool = False) -> None:
@@ -190,6 +193,7 @@ class KernelSites(SiteSteps):
         weights_Tk: torch.Tensor | None,
         window: Window | None,
         owners: Owners,
+        pass_rows_T: torch.Tensor | None,
     ) -> Launched | None:
         if self._rehearsal is None and (self.batch is None or self.batch.at(site) is None):
             return None
@@ -204,7 +208,7 @@ class KernelSites(SiteSteps):
         ]
         if self._rehearsal is False:
             return None  # what a later capture needs is there
-        adapters_T, directory = self._tables.adapters_T, self._tables.directory(site)
+        adapters_T, directory = self._tables.adapters_at(pass_rows_T), self._tables.directory(site)
         num_experts = spec.experts if owners[0][1] is not None else 1
         chunks = []
         for index, first in enumerate(range(0, rows, size)):

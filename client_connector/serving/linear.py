@@ -34,9 +34,9 @@ class RemoteLinear:
     window: Window
     _step: Started | None = None
 
-    def push(self, x_TK: torch.Tensor) -> None:
-        """Push the rows; call it before the GEMM."""
-        self._step = self.forward.sites.start_dense(self.site, x_TK, self.window)
+    def push(self, x_TK: torch.Tensor, pass_rows_T: torch.Tensor | None = None) -> None:
+        """Push the rows, which are the pass's unless `pass_rows_T` says which; call it before the GEMM."""
+        self._step = self.forward.sites.start_dense(self.site, x_TK, self.window, pass_rows_T)
 
     def add(self, y_TO: torch.Tensor) -> None:
         """Add the deltas after the GEMM, and before any all-reduce, which then sums partial deltas."""

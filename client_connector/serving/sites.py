@@ -105,7 +105,9 @@ class SiteSteps(ABC):
         return nullcontext()
 
     @abstractmethod
-    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Started | None:
+    def start_dense(
+        self, site: Site, x_TK: torch.Tensor, window: Window | None = None, pass_rows_T: torch.Tensor | None = None
+    ) -> Started | None:
         """See ForwardPass."""
 
     @abstractmethod
@@ -116,6 +118,7 @@ class SiteSteps(ABC):
         x: torch.Tensor,
         weights: torch.Tensor | None = None,
         window: Window | None = None,
+        pass_rows_T: torch.Tensor | None = None,
     ) -> Started | None:
         """See ForwardPass."""
 

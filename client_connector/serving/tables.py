@@ -59,6 +59,12 @@ class StepTables:
         """Return int32 [A, 3]: (handle, 0, 1), or (handle, 0, 0) without a delta there; see kernels_cuda.routing."""
         return self._device.directories_SA3[self._sites[site]]
 
+    def adapters_at(self, pass_rows_T: torch.Tensor | None) -> torch.Tensor:
+        """Return each row's place in the directories at a site; `pass_rows_T`: see Batch.spread. Never waits."""
+        if pass_rows_T is None:
+            return self.adapters_T
+        return torch.where(pass_rows_T < 0, NOBODY, self.adapters_T[pass_rows_T.clamp(min=0)])
+
     def forget(self) -> None:
         """Forget the handles: from now on they mean other adapters."""
         self._places.clear()

@@ -285,8 +285,11 @@ def test_ops_in_a_full_graph(served):
     forward.close()
 
 
-def part(forward: PlannedPass, rank: int, expert_map: torch.Tensor | None, interleaved: bool) -> list[torch.Tensor]:
-    """One of two tensor-parallel ranks: its columns of q, k and v, its rows of o, its part of every expert."""
+def part(
+    forward: PlannedPass, rank: int, expert_map: torch.Tensor | None, interleaved: bool, rows: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """One of two tensor-parallel ranks: its columns of q, k and v, its rows of o, its part of every expert. `rows`: the
+    pass's row of each row of the sites, where they are others."""
     spec = forward.client.terms.spec
     generator, half, hidden = torch.Generator().manual_seed(rank), spec.ffn // 2, spec.hidden
     windows = []
@@ -300,7 +303,7 @@ def part(forward: PlannedPass, rank: int, expert_map: torch.Tensor | None, inter
         remote = RemoteLinear(forward, Site(LAYER, projection), window)
         x = torch.randn(ROWS, 2 * columns, generator=generator).bfloat16()[:, :columns]  # rows that lie apart
         results.append(torch.zeros(ROWS, sum(end - begin for begin, end in window.out)).bfloat16())
-        remote.push(x)
+        remote.push(x, rows)
         remote.add(results[-1])
     begin = rank * half
     gate_up = Window(0, ((begin, begin + half), (spec.ffn + begin, spec.ffn + begin + half)))
@@ -308,25 +311,28 @@ def part(forward: PlannedPass, rank: int, expert_map: torch.Tensor | None, inter
     ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(ROWS)])
     x, act = (torch.randn(rows, n, generator=generator).bfloat16() for rows, n in ((ROWS, hidden), (2 * ROWS, half)))
     up, down = torch.zeros(2 * ROWS, 2 * half).bfloat16(), torch.zeros(ROWS, hidden).bfloat16()
-    experts.finish_gate_up(experts.start_gate_up(x, ids, expert_map), up, interleaved)
+    experts.finish_gate_up(experts.start_gate_up(x, ids, expert_map, rows), up, interleaved)
     weights = torch.rand(ROWS, 2, generator=generator)
-    experts.finish_down(experts.start_down(act, ids, weights, expert_map), down)
+    experts.finish_down(experts.start_down(act, ids, weights, expert_map, rows), down)
     return [*results, up, down]
 
 
 @of_exact_rows
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("expert_map", "interleaved"), [(None, True), ([0, 1, -1, 2, -1, -1, 3, -1], False)])
-def test_a_rank_of_a_parallel_engine(served, rank, expert_map, interleaved):
+@pytest.mark.parametrize("rows", [None, [ROWS - 1, -1, *[0] * (ROWS - 2)]])
+def test_a_rank_of_a_parallel_engine(served, rank, expert_map, interleaved, rows):
+    rows = None if rows is None else torch.tensor(rows)
     here = None if expert_map is None else torch.tensor(expert_map)
     found = []
     for forward in (served.launched(), PlannedPass(served.client("tcp"), lambda: True)):
         begin(forward, ("fused", None, "attention"), ROWS)
-        found.append(part(forward, rank, here, interleaved))
+        found.append(part(forward, rank, here, interleaved, rows))
         assert forward.end() == {}
         forward.close()
     for ours, theirs in zip(*found, strict=True):
         assert ours.any() and torch.equal(ours, theirs)
+        assert rows is None or not ours.view(ROWS, -1)[1].any(), "row 1 is none of the pass"
 
 
 @of_exact_rows

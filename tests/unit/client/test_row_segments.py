@@ -1,4 +1,5 @@
-"""Rows with several adapters, each with a weight, against the sum of weight * scale * B (A x) in float64."""
+"""Rows with several adapters, each with a weight, against the sum of weight * scale * B (A x) in float64, also at sites
+with other rows than the pass."""
 
 import functools
 
@@ -40,8 +41,9 @@ def matrix(kind, name, site, expert=0):
 
 
 def wanted(kind, row, x, site, expert=0):
-    """What the segments of a row add there."""
-    parts = [weight * (matrix(kind, name, site, expert) @ x.double()) for name, weight in SEGMENTS[kind][row]]
+    """What the segments of a row of the pass add there; row -1 is none."""
+    segments = SEGMENTS[kind][row] if row >= 0 else ()
+    parts = [weight * (matrix(kind, name, site, expert) @ x.double()) for name, weight in segments]
     return sum(parts, torch.zeros(workload(kind).spec.out_width(site), dtype=torch.float64))
 
 
@@ -83,6 +85,17 @@ def forward(request, servers):
     client.close()
 
 
+@pytest.fixture(params=[list(range(ROWS)), [3, 1, 1, 7, -1, 0, 8, 4, 2, 6, 1]], ids=["rows", "map"])
+def row_map(request):
+    """The pass's row of each row of a site: dispatched ones are there several times, or not at all."""
+    return request.param
+
+
+def told(row_map):
+    """What the engine says of it: nothing, where they are the pass's."""
+    return None if row_map == list(range(ROWS)) else torch.tensor(row_map)
+
+
 def noise(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -100,50 +113,51 @@ def added(forward, started, out, place="rows_M"):
 
 
 @pytest.mark.parametrize("projection", ["qkv", "o", "gate_up", "down"])
-def test_dense_and_attention_sites_add_the_weighted_sum(forward, projection):
+def test_dense_and_attention_sites_add_the_weighted_sum(forward, projection, row_map):
     spec, site = forward.client.terms.spec, Site(LAYER, projection)
     if not spec.is_dense(site):
         pytest.skip("an expert site")
-    x = noise(ROWS, spec.in_width(site))
-    expected = torch.stack([wanted(forward.kind, row, x[row], site) for row in range(ROWS)])
-    got = added(forward, forward.start_dense(site, x), torch.zeros_like(expected))
+    x = noise(len(row_map), spec.in_width(site))
+    expected = torch.stack([wanted(forward.kind, row, x[i], site) for i, row in enumerate(row_map)])
+    got = added(forward, forward.start_dense(site, x, None, told(row_map)), torch.zeros_like(expected))
     assert expected[1].abs().max() > 0.1 and torch.allclose(got, expected, atol=1e-4)
 
 
 @pytest.fixture
-def chosen(forward):
+def chosen(forward, row_map):
     spec = forward.client.terms.spec
     if spec.is_dense(Site(LAYER, "gate_up")):
         pytest.skip("a model without experts")
-    experts_Tk = noise(ROWS, spec.experts).topk(TOP_K, dim=1).indices
+    experts_Tk = noise(len(row_map), spec.experts).topk(TOP_K, dim=1).indices
     experts_Tk[2, 1] = spec.experts  # of another rank
     return experts_Tk
 
 
 def pairs(experts_Tk, experts):
-    return [
-        (row, j, int(experts_Tk[row, j])) for row in range(ROWS) for j in range(TOP_K) if experts_Tk[row, j] < experts
-    ]
+    every = [(row, place, int(experts_Tk[row, place])) for row in range(len(experts_Tk)) for place in range(TOP_K)]
+    return [pair for pair in every if pair[2] < experts]
 
 
-def test_gate_up_adds_the_weighted_sum_to_each_pair_of_row_and_expert(forward, chosen):
+def test_gate_up_adds_the_weighted_sum_to_each_pair_of_row_and_expert(forward, chosen, row_map):
     spec, site = forward.client.terms.spec, Site(LAYER, "gate_up")
-    x = noise(ROWS, spec.hidden)
-    expected = torch.zeros(ROWS * TOP_K, spec.out_width(site), dtype=torch.float64)
+    x = noise(len(row_map), spec.hidden)
+    expected = torch.zeros(len(row_map) * TOP_K, spec.out_width(site), dtype=torch.float64)
     for row, place, expert in pairs(chosen, spec.experts):
-        expected[row * TOP_K + place] = wanted(forward.kind, row, x[row], site, expert)
-    got = added(forward, forward.start_experts(site, chosen, x), torch.zeros_like(expected), "pairs_P")
+        expected[row * TOP_K + place] = wanted(forward.kind, row_map[row], x[row], site, expert)
+    started = forward.start_experts(site, chosen, x, pass_rows_T=told(row_map))
+    got = added(forward, started, torch.zeros_like(expected), "pairs_P")
     assert expected.abs().max() > 0.1 and torch.allclose(got, expected, atol=1e-4)
 
 
-def test_down_weighs_the_sum_by_the_router_too(forward, chosen):
+def test_down_weighs_the_sum_by_the_router_too(forward, chosen, row_map):
     spec, site = forward.client.terms.spec, Site(LAYER, "down")
-    x, weights = noise(ROWS * TOP_K, spec.ffn), noise(ROWS * TOP_K).abs()
-    expected = torch.zeros(ROWS, spec.hidden, dtype=torch.float64)
+    x, weights = noise(len(row_map) * TOP_K, spec.ffn), noise(len(row_map) * TOP_K).abs()
+    expected = torch.zeros(len(row_map), spec.hidden, dtype=torch.float64)
     for row, place, expert in pairs(chosen, spec.experts):
         pair = row * TOP_K + place
-        expected[row] += weights[pair].double() * wanted(forward.kind, row, x[pair], site, expert)
-    got = added(forward, forward.start_experts(site, chosen, x, weights), torch.zeros_like(expected))
+        expected[row] += weights[pair].double() * wanted(forward.kind, row_map[row], x[pair], site, expert)
+    started = forward.start_experts(site, chosen, x, weights, pass_rows_T=told(row_map))
+    got = added(forward, started, torch.zeros_like(expected))
     assert expected.abs().max() > 0.1 and torch.allclose(got, expected, atol=1e-4)
 
 
