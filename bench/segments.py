@@ -118,7 +118,7 @@ class Case:
         owners_E = torch.zeros(self.spec.experts, dtype=torch.int64)
         experts_Tk = torch.from_numpy(drawn.experts_Tk.astype(np.int64))
         (message,) = route_experts(batch, experts_Tk, owners_E, self.max_step_rows)
-        terms = Terms(self.client, self.epoch, self.spec, LAYOUT, "independent", self.max_step_rows)
+        terms = Terms(self.client, self.epoch, Placement(self.spec, LAYOUT), "independent", self.max_step_rows)
         given = Activations(x=torch.randn(TOKENS, self.spec.hidden).to(DTYPE), decode=True)
         HostPacker(terms, SITE, given).write_request(self.link, seq, message, budget_us=1)
         return len(message.segments_S4)

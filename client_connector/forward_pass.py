@@ -20,8 +20,8 @@ from client_connector.packing import Activations, HostPacker, Window
 from client_connector.routed import RoutedPacker, chunks_of, fits
 from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.errors import LoraServerError
+from lora_server.placement import Placement
 from lora_server.spec import Site
-from lora_server.wire.terms import Terms
 
 
 class ForwardPass:
@@ -33,16 +33,16 @@ class ForwardPass:
         self.client = client
         self.batch: Batch | None = None
         self.observe_gemm: Callable[[GemmTimes], None] | None = None
-        self._owners: dict[tuple[Terms, int], torch.Tensor] = {}
+        self._owners: dict[tuple[Placement, int], torch.Tensor] = {}
 
     def start_dense(
         self, site: Site, x_TK: torch.Tensor, window: Window | None = None, pass_rows_T: torch.Tensor | None = None
     ) -> Started | None:
         """Push the rows of a site with one weight for all rows; None where the batch has no delta.
 
-        `pass_rows_T`: int64, where the site's rows are not those of the pass: see Batch.spread.
+        `pass_rows_T`: see Batch.at; waits for the device if it is there.
         """
-        batch = self._batch_at(site, pass_rows_T)
+        batch = self.batch.at(site, pass_rows_T) if self.batch is not None else None
         if batch is None:
             return None
         try:
@@ -71,7 +71,7 @@ class ForwardPass:
         Without `weights` x is [T, K]. With them, float32 [T * k], x is [T * k, K], and deltas come back weighted
         and summed per row. `pass_rows_T`: see start_dense.
         """
-        batch = self._batch_at(site, pass_rows_T)
+        batch = self.batch.at(site, pass_rows_T) if self.batch is not None else None
         if batch is None:
             return None
         try:
@@ -92,10 +92,6 @@ class ForwardPass:
         except LoraServerError as error:
             self.failed(error, None)
             return None
-
-    def _batch_at(self, site: Site, pass_rows_T: torch.Tensor | None) -> Batch | None:
-        batch = self.batch.at(site) if self.batch is not None else None
-        return batch if batch is None or pass_rows_T is None else batch.spread(pass_rows_T)
 
     def _start_on_host(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange | None:
         """Route on the host, which waits for the device if there is one."""
@@ -127,7 +123,7 @@ class ForwardPass:
 
     def _owners_of(self, layer: int) -> torch.Tensor:
         """Return the shard of each expert of a layer; int64."""
-        key = (self.client.terms, layer)  # a session that was joined again may have another layout
+        key = (self.client.placement, layer)  # a session that was joined again may have another
         if key not in self._owners:
             self._owners[key] = torch.tensor(self.client.placement.first_owners(Site(layer, "gate_up")))
         return self._owners[key]

@@ -34,7 +34,7 @@ from lora_server.errors import (
     ServerUnavailableError,
     ShardUnavailableError,
 )
-from lora_server.placement import Layout
+from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
@@ -130,8 +130,7 @@ class RemoteSession(Session):
         self.terms = Terms(
             lease.client,
             lease.epoch,
-            ModelSpec.from_json(lease.spec_json),
-            Layout.parse(lease.layout),
+            Placement(ModelSpec.from_json(lease.spec_json), Layout.parse(lease.layout), lease.generation),
             lease.coordination,
             lease.max_step_rows,
             lease.server,
@@ -139,7 +138,6 @@ class RemoteSession(Session):
             lease.adapters,
             lease.slo_class,
             agreed_wire(lease.wire, self._server.wire),
-            lease.generation,
         )
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
         if self._server.in_world:

@@ -112,8 +112,16 @@ class Batch:
         weights = None if self.weights_R is None else self.weights_R[keep_R]
         return Batch(self.rows_R[keep_R], self.handles_R[keep_R], held, self.decode, weights)
 
-    def at(self, site: Site) -> Batch | None:
-        """Return the rows of adapters that have a delta at `site`, as a batch; None if there are none."""
+    def at(self, site: Site, pass_rows_T: torch.Tensor | None = None) -> Batch | None:
+        """Return the rows of adapters that have a delta at `site`, as a batch; None if there are none.
+
+        `pass_rows_T`: int64, where the site's rows are not those of the pass. Its row t is row `pass_rows_T[t]` of the
+        pass, or none of it (-1); a row of the pass may be there several times, or not at all.
+        """
+        batch = self._at(site)
+        return batch if batch is None or pass_rows_T is None else batch._spread(pass_rows_T.cpu())
+
+    def _at(self, site: Site) -> Batch | None:
         inside = [held for held in self.held if site in held.sites]
         if not inside:
             return None
@@ -125,12 +133,7 @@ class Batch:
             self._parts[part] = self._kept(keep, part)
         return self._parts[part]
 
-    def spread(self, pass_rows_T: torch.Tensor) -> Batch | None:
-        """Return the batch of a site whose row t is row `pass_rows_T[t]` (int64) of the pass, or none of it (-1).
-
-        A pass's row may be there several times, or not at all; None if no row has an adapter.
-        """
-        pass_rows_T = pass_rows_T.cpu()  # waits for the device, if the engine has the map there
+    def _spread(self, pass_rows_T: torch.Tensor) -> Batch | None:
         sorted_T, order_T = torch.sort(pass_rows_T, stable=True)
         first_R = torch.searchsorted(sorted_T, self.rows_R)
         count_R = torch.searchsorted(sorted_T, self.rows_R, right=True) - first_R

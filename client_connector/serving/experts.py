@@ -33,7 +33,7 @@ class RemoteExperts:
         expert_map: torch.Tensor | None,
         pass_rows_T: torch.Tensor | None = None,
     ) -> Started | None:
-        """Push what this rank's experts will read. `pass_rows_T`: of rows that were dispatched, see Batch.spread."""
+        """Push what this rank's experts will read. `pass_rows_T`: of rows that were dispatched, see Batch.at."""
         if not self.forward.sites.active:
             return None
         experts = self._experts(ids_Tk, expert_map)

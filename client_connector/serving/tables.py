@@ -60,7 +60,7 @@ class StepTables:
         return self._device.directories_SA3[self._sites[site]]
 
     def adapters_at(self, pass_rows_T: torch.Tensor | None) -> torch.Tensor:
-        """Return each row's place in the directories at a site; `pass_rows_T`: see Batch.spread. Never waits."""
+        """Return each row's place in the directories at a site; `pass_rows_T`: see Batch.at. Never waits."""
         if pass_rows_T is None:
             return self.adapters_T
         return torch.where(pass_rows_T < 0, NOBODY, self.adapters_T[pass_rows_T.clamp(min=0)])

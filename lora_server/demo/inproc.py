@@ -98,9 +98,8 @@ class _InprocSession(Session):
     def __init__(self, server: InprocServer, client: int) -> None:
         self._server = server
         placement, rows = server.placement, server.max_step_rows
-        spec, layout = placement.spec, placement.layout
         adapters = len(server.held)
-        self.terms = Terms(client, 1, spec, layout, "independent", rows, num_adapters=adapters, wire=server.wire)
+        self.terms = Terms(client, 1, placement, "independent", rows, num_adapters=adapters, wire=server.wire)
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
             shard.port.hold(client, [held.handle for held in server.held.values()])

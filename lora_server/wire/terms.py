@@ -26,8 +26,7 @@ class Terms:
 
     client: int
     epoch: int
-    spec: ModelSpec
-    layout: Layout
+    placement: Placement
     coordination: str
     max_step_rows: int
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
@@ -35,12 +34,16 @@ class Terms:
     num_adapters: int = 0  # of the server when this was agreed
     slo_class: str = ""  # that the server gave the client
     wire: Wire = "exact"
-    generation: int = 1  # of the placement
 
     @property
-    def placement(self) -> Placement:
-        """Return the placement: the owners of each site and expert."""
-        return Placement(self.spec, self.layout, self.generation)
+    def spec(self) -> ModelSpec:
+        """The model that the adapters are for."""
+        return self.placement.spec
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of its shards."""
+        return self.placement.layout
 
 
 @dataclass(frozen=True)
