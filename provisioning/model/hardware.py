@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from provisioning.inputs import InputError, positive
+from provisioning.model.profile import Quantity
 
 GIB = 2**30
 
@@ -127,6 +128,10 @@ class Efficiency:
     def fixed_us(self) -> float:
         """Cost of every step to a shard besides its weights and FLOPs."""
         return self.compute_us + self.host_us
+
+    def modelled(self, us: float) -> Quantity:
+        """Return a time that the model gives, with these constants as its source."""
+        return Quantity(us, "extrapolated", self.source)
 
     def with_attention(self) -> Efficiency:
         """Return the constants for four exchanges per layer in place of two: qkv and o beside gate_up and down."""

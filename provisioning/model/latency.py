@@ -33,9 +33,11 @@ import numpy as np
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
-from provisioning.model import geometry, memory
+from provisioning.model import memory
+from provisioning.model.base import BaseLayer
 from provisioning.model.geometry import BF16, WIRE_BYTES, BaseDtype, Wire
 from provisioning.model.hardware import Cluster, Efficiency
+from provisioning.model.lora_work import LoraWork
 from provisioning.model.profile import Profile, Quantity
 from provisioning.model.transports import APART, TRANSPORTS, Stage, Transport
 
@@ -67,21 +69,47 @@ class StepModel:
     efficiency: Efficiency = field(default_factory=Efficiency)
     profile: Profile = field(default_factory=Profile)
 
+    @cached_property
+    def base(self) -> BaseLayer:
+        """The base model on the GPUs of one instance."""
+        return BaseLayer(
+            spec=self.spec,
+            cluster=self.cluster,
+            gpus=self.instance_gpus,
+            context_tokens=self.context_tokens,
+            dtype=self.base_dtype,
+            efficiency=self.efficiency,
+            profile=self.profile,
+        )
+
+    @cached_property
+    def work(self) -> LoraWork:
+        """The bytes and FLOPs of a LoRA step."""
+        return LoraWork(
+            spec=self.spec,
+            cluster=self.cluster,
+            popularity=self.popularity,
+            lora_rank=self.lora_rank,
+            instance_gpus=self.instance_gpus,
+            shared_a=self.shared_a,
+            wire=self.wire,
+            once_per_shard=self.once_per_shard,
+            attention_share=self.attention_share,
+            efficiency=self.efficiency,
+        )
+
     def lora(self, batch: float, layout: Layout) -> Latency:
         """Compute receive, compute and send of one layer for one instance's batch, in us."""
-        bytes_, reach, x = self._bytes(batch, layout.ep), self.efficiency, layout.ep
-        across, wire = x > self.cluster.gpus_per_node, self._nics_bytes_per_us(x)
+        work, reach, x = self.work, self.efficiency, layout.ep
+        bytes_, wire = work.step(batch, x), work.nics_bytes_per_us(x)
+        across = x > self.cluster.gpus_per_node
+        receive_us = bytes_.receive / wire + reach.receive_us + across * reach.across_receive_us
+        compute_us = work.compute_us(bytes_, x) + reach.fixed_us + across * reach.across_compute_us
+        send_us = bytes_.send / wire + reach.send_us + across * reach.across_send_us
         return Latency(
-            receive=self._term(
-                "receive", batch, x, bytes_.receive / wire + reach.receive_us + across * reach.across_receive_us
-            ),
-            compute=self._term(
-                "compute",
-                batch,
-                x,
-                self._lora_us(bytes_, x) + reach.fixed_us + across * reach.across_compute_us,
-            ),
-            send=self._term("send", batch, x, bytes_.send / wire + reach.send_us + across * reach.across_send_us),
+            receive=self._term("receive", batch, x, receive_us),
+            compute=self._term("compute", batch, x, compute_us),
+            send=self._term("send", batch, x, send_us),
             phases=self.transport.phases,
         )
 
@@ -97,14 +125,14 @@ class StepModel:
     def prompt(self, ep: int) -> PromptToken:
         """Compute the cost of a prompt token in a layer. A chunk belongs to one request, so to one adapter."""
         if ep not in self._prompt_tokens:
-            chunk = self.chunk_tokens
-            bytes_ = self._bytes(chunk, ep, popularity=np.ones(1))
-            own, stage = self._nics_bytes_per_us(ep), self._nics_bytes_per_us(ep, of_server=True)
-            receive, send, compute_us = bytes_.receive / chunk, bytes_.send / chunk, self._lora_us(bytes_, ep) / chunk
+            chunk, work = self.chunk_tokens, self.work
+            bytes_ = work.step(chunk, ep, popularity=np.ones(1))
+            own, stage = work.nics_bytes_per_us(ep), work.nics_bytes_per_us(ep, of_server=True)
+            receive, send, compute_us = bytes_.receive / chunk, bytes_.send / chunk, work.compute_us(bytes_, ep) / chunk
             self._prompt_tokens[ep] = PromptToken(
                 receive_bytes=receive * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
                 send_bytes=send * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
-                base=self._base_prompt_us,
+                base=self.base.prompt_us,
                 lora=self._of_prompts(receive / own, compute_us, send / own),
                 served=self._of_prompts(receive / stage, compute_us, send / stage),
             )
@@ -119,57 +147,18 @@ class StepModel:
     def _prompt_tokens(self) -> dict[int, PromptToken]:
         return {}
 
-    @property
-    def _base_prompt_us(self) -> tuple[float, float]:
-        """(attention, FFN) of a layer, by FLOPs; the square of attention is left out."""
-        peak = self.instance_gpus * self.cluster.flops_per_us * self.efficiency.tensor_cores
-        attention = geometry.attention_weight_bytes(self.spec)  # 2 FLOPs per weight of 2 bytes
-        return attention / peak, self._ffn_flops(1.0) / peak
-
     def _of_prompts(self, receive_us: float, compute_us: float, send_us: float) -> Latency:
-        terms = (Quantity(us, "extrapolated", self.efficiency.source) for us in (receive_us, compute_us, send_us))
-        receive, compute, send = terms
+        receive, compute, send = map(self.efficiency.modelled, (receive_us, compute_us, send_us))
         return Latency(receive=receive, compute=compute, send=send, phases=self.transport.phases)
-
-    def _nics_bytes_per_us(self, ep: int, *, of_server: bool = False) -> float:
-        """Return the bandwidth each way between clients and shards, or of the shards alone, in bytes of exact wire."""
-        nics = self._active(ep) if of_server else min(self.instance_gpus, self._active(ep))
-        rate = self.cluster.link_bytes_per_us * self.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
-        return nics * rate
-
-    def _lora_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:
-        """Compute the time of shrink and expand, spread over `gpus` GPUs."""
-        active, reach = self._active(gpus), self.efficiency
-        memory_us = bytes_.weights / (active * self.cluster.hbm_bytes_per_us * reach.hbm)
-        return max(memory_us, bytes_.flops / (active * self.cluster.flops_per_us * reach.tensor_cores))
 
     def coupled_lora_us(self, batch: float) -> Quantity:
         """Compute the time of LoRA inside the engine: after the base GEMM, spread over its own GPUs, without a wire."""
-        lora_us = self._lora_us(self._bytes(batch, self.instance_gpus), self.instance_gpus)
-        return Quantity(lora_us + self.efficiency.compute_us, "extrapolated", self.efficiency.source)
-
-    def base_ffn_us(self, batch: float) -> Quantity:
-        """Compute the time of the base layer's experts (or MLP): its weights over HBM, or its FLOPs."""
-        touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec, self.base_dtype)
-        modelled = self._base_us(touched, self._ffn_flops(batch))
-        return self._term("base_ffn", batch, 0, modelled)
-
-    def _ffn_flops(self, batch: float) -> float:
-        share = len(self.spec.moe_layers) / self.spec.layers
-        width = share * self.spec.top_k * self.spec.ffn + (1 - share) * self.spec.dense_ffn
-        return 6.0 * batch * self.spec.hidden * width
-
-    def base_attention_us(self, batch: float) -> Quantity:
-        """Compute attention's time: weights once per GPU (it is data parallel), the batch's KV cache, or FLOPs."""
-        p, weights = self.instance_gpus, geometry.attention_weight_bytes(self.spec, self.base_dtype)
-        elements = geometry.attention_weight_bytes(self.spec) / 2
-        cache = batch * self.context_tokens * geometry.kv_bytes_per_token(self.spec)
-        return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, 2 * batch * elements))
+        lora_us = self.work.compute_us(self.work.step(batch, self.instance_gpus), self.instance_gpus)
+        return self.efficiency.modelled(lora_us + self.efficiency.compute_us)
 
     def base_step_us(self, batch: float) -> float:
         """Compute the time of a decode step of the base model, with its share of prompts."""
-        decode_us = self.base_ffn_us(batch).value + self.base_attention_us(batch).value
-        return self.spec.layers * decode_us + self.prompts(batch) * self.prefill_us
+        return self.base.decode_us(batch) + self.prompts(batch) * self.base.prefill_us
 
     def coupled_step_us(self, batch: float) -> float:
         """Compute the time of a decode step with LoRA after the FFN."""
@@ -181,16 +170,11 @@ class StepModel:
     def step_us(self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage") -> float:
         """Compute the time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch."""
         latency, layers = self.lora(batch, layout), self.spec.layers
-        own_us = self.base_attention_us(batch).value + max(self.base_ffn_us(batch).value, latency.total)
+        own_us = self.base.attention_us(batch).value + max(self.base.ffn_us(batch).value, latency.total)
         if self.prompt_tokens:
             prompt, num = self.prompt(layout.ep), self.prompts(batch)
             own_us, latency = own_us + num * prompt.layer_us, latency.plus(prompt.served, num)
         return layers * max(own_us, served_us(latency, layout, layers, instances, eq6))
-
-    @property
-    def prefill_us(self) -> float:
-        """Time of a prompt token in all layers of an instance, by FLOPs."""
-        return self.spec.layers * sum(self._base_prompt_us)
 
     def without_prompts(self) -> StepModel:
         """Return the model of instances that do not prefill."""
@@ -203,43 +187,8 @@ class StepModel:
             self.spec, self.cluster, self.instance_gpus, self.base_dtype, self.prefill_tokens
         )
 
-    def _base_us(self, bytes_: float, flops: float) -> float:
-        cluster, p = self.cluster, self.instance_gpus
-        memory_us = bytes_ / (p * cluster.hbm_bytes_per_us * self.efficiency.base_hbm)
-        return max(memory_us, flops / (p * cluster.flops_per_us * self.efficiency.tensor_cores))
-
-    def _touched(self, batch: float) -> float:
-        """Return the share of the FFN weights that a step reads: experts that at least one token chose."""
-        if not self.spec.moe_layers:
-            return 1.0
-        return 1.0 - math.pow(1.0 - self.spec.top_k / self.spec.experts, max(batch, 1.0))
-
-    def _active(self, x: int) -> int:
-        """Return how many shards or GPUs share a layer's work; one if the layer has one weight for all rows."""
-        return min(x, self.spec.experts) if self.spec.moe_layers else 1
-
-    def _bytes(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
-        """Count the bytes of tokens that name adapters by the model's popularity, or by the given one."""
-        popularity, times = self._grouped if popularity is None else (popularity, 1.0)
-        return geometry.lora_step(
-            self.spec,
-            popularity,
-            times=times,
-            batch=batch,
-            lora_rank=self.lora_rank,
-            ep=ep,
-            shared_a=self.shared_a,
-            once_per_shard=self.once_per_shard,
-            attention_share=self.attention_share,
-        )
-
-    @cached_property
-    def _grouped(self) -> tuple[Floats, Floats | float]:
-        return geometry.grouped(self.popularity)
-
     def _term(self, name: str, batch: float, ep: int, modelled_us: float) -> Quantity:
-        known = self.profile.lookup(name, batch=batch, ep=ep)
-        return known or Quantity(modelled_us, "extrapolated", self.efficiency.source)
+        return self.profile.lookup(name, batch=batch, ep=ep) or self.efficiency.modelled(modelled_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +263,7 @@ def budget(model: StepModel, batch: float, tpot_us: float, ep: int = 1) -> Budge
     """Compute SLO_Layer, and SLO_FFN: the part of it that attention and the step's share of prompts leave."""
     layer = tpot_us / model.spec.layers
     prompts_us = model.prompts(batch) * model.prompt(ep).layer_us if model.prompt_tokens else 0.0
-    return Budget(layer=layer, ffn=layer - model.base_attention_us(batch).value - prompts_us)
+    return Budget(layer=layer, ffn=layer - model.base.attention_us(batch).value - prompts_us)
 
 
 def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:

@@ -58,7 +58,7 @@ def residuals() -> list[Residual]:
     model, cells = paper_model(), []
     for (layout, batch), paper in PAPER.items():
         latency = model.lora(batch, Layout.parse(layout))
-        ours = (latency.receive.value, latency.compute.value, latency.send.value, model.base_ffn_us(batch).value)
+        ours = (latency.receive.value, latency.compute.value, latency.send.value, model.base.ffn_us(batch).value)
         for column, paper_us, model_us in zip(COLUMNS, paper, ours, strict=True):
             cells.append(
                 Residual(

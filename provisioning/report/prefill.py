@@ -68,4 +68,4 @@ def _gb_per_s(result: Result) -> tuple[float, float, float]:
 def _prefill_instances(result: Result) -> float:
     scenario = result.scenario
     per_us = scenario.rate(result.candidate.mean_step_us) * scenario.prompt_tokens * 1e-6
-    return per_us * scenario.model.prefill_us
+    return per_us * scenario.model.base.prefill_us

@@ -40,8 +40,8 @@ def _times(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
         "latency_us.recv": _us(latency.receive),
         "latency_us.compute": _us(latency.compute),
         "latency_us.send": _us(latency.send),
-        "base_ffn_us": _us(model.base_ffn_us(scenario.busiest)),
-        "base_attention_us": _us(model.base_attention_us(scenario.busiest)),
+        "base_ffn_us": _us(model.base.ffn_us(scenario.busiest)),
+        "base_attention_us": _us(model.base.attention_us(scenario.busiest)),
         "coupled_lora_us": _us(model.coupled_lora_us(scenario.batch)),
         "prompt_us": PlanInput(
             value=candidate.prompt_us,

@@ -151,7 +151,7 @@ def test_eq_5_and_eq_6():
     model = step_model()
     latency, limit = model.lora(64, Layout(2, 1)), budget(model, 64, 100_000)
     assert limit.layer == 100_000 / 32
-    assert limit.ffn == limit.layer - model.base_attention_us(64).value
+    assert limit.ffn == limit.layer - model.base.attention_us(64).value
     assert violations(latency, limit, 4 * latency.longest) == []
     assert violations(latency, budget(model, 64, 32 * latency.total), latency.longest) == ["eq5:compute"]
     instances = int(limit.layer / latency.longest) + 1
@@ -258,8 +258,8 @@ def test_a_profile_overrides_each_term(tmp_path):
     assert (between.value, between.kind) == (pytest.approx(120.0), "extrapolated")
     assert model.lora(128, Layout(2, 1)).receive.value == pytest.approx(220.0)
     assert model.lora(64, Layout(4, 1)).receive.value == step_model().lora(64, Layout(4, 1)).receive.value
-    assert model.base_ffn_us(64) == (500, "measured", "profile.json: here")
-    assert model.base_attention_us(256).value == 10.0, "a time that falls with the batch never comes to zero"
+    assert model.base.ffn_us(64) == (500, "measured", "profile.json: here")
+    assert model.base.attention_us(256).value == 10.0, "a time that falls with the batch never comes to zero"
 
 
 def test_dense_models_have_one_expert():
