@@ -48,7 +48,7 @@ class Candidate:
     @cached_property
     def decode_step_us(self) -> float:
         """Decode step of an instance with B requests, between prompts."""
-        return self.scenario.decode_step_us(self.layout)
+        return self.scenario.steps.decode_us(self.layout)
 
     @property
     def prompt_us(self) -> float:
@@ -65,7 +65,7 @@ class Candidate:
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
     """Check one layout against all constraints, the base model's first."""
     found = scenario.at(layout)
-    slots, step_us = found.slots(layout), found.step_us(layout)
+    slots, step_us = found.cache.slots(layout), found.steps.us(layout)
     load_us = visible_load_us(found.model, layout, step_us)
     failed = [*_but_cache(found, layout, step_us + load_us)]
     if _short_of_slots(found, slots):
@@ -74,9 +74,9 @@ def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
         scenario=found,
         layout=layout,
         slots=slots,
-        latency=found.lora(layout),
+        latency=found.steps.lora(layout),
         step_us=step_us,
-        mean_step_us=found.mean_step_us(layout),
+        mean_step_us=found.steps.mean_us(layout),
         load_us=load_us,
         failed=tuple(failed),
     )
@@ -85,9 +85,9 @@ def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
 def accepted(scenario: Scenario, layout: Layout) -> bool:
     """Tell whether a layout meets every constraint; quicker than `evaluate` if it does not."""
     found = scenario.at(layout)
-    step_us = found.step_us(layout)
+    step_us = found.steps.us(layout)
     ttft_us = step_us + visible_load_us(found.model, layout, step_us)
-    return not any(_but_cache(found, layout, ttft_us)) and not _short_of_slots(found, found.slots(layout))
+    return not any(_but_cache(found, layout, ttft_us)) and not _short_of_slots(found, found.cache.slots(layout))
 
 
 def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[str]:
@@ -96,10 +96,13 @@ def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[s
         yield "kv"
     if scenario.batch > scenario.most_batch * (1 + 1e-9):
         yield "batch"
-    if scenario.busiest_model.base_step_us(busiest) > slo.tpot_us:
+    if scenario.loads.busiest_model.base_step_us(busiest) > slo.tpot_us:
         yield "tpot"
     yield from violations(
-        scenario.lora(layout), scenario.limit(layout), scenario.busy_us(layout), scenario.served(layout)
+        scenario.steps.lora(layout),
+        scenario.limit(layout),
+        scenario.steps.busy_us(layout),
+        scenario.steps.served(layout),
     )
     if scenario.model.transport.one_host:
         gpus = layout.num_shards + scenario.spare_gpus + scenario.engine_gpus
@@ -110,7 +113,7 @@ def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[s
 
 
 def _short_of_slots(scenario: Scenario, slots: int) -> bool:
-    return slots < scenario.workload.num_adapters and slots < scenario.min_cache_slots
+    return slots < scenario.workload.num_adapters and slots < scenario.cache.min_cache_slots
 
 
 def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:

@@ -64,8 +64,10 @@ def binding(scenario: Scenario, chosen: Candidate) -> str:
         return _kind(previous.failed[0])
     latency, found, limit = chosen.latency, chosen.scenario, chosen.scenario.limit(chosen.layout)
     used = {
-        "cache": found.min_cache_slots / max(chosen.slots, 1),
-        found.served(chosen.layout).worst: max(latency.total / limit.ffn, found.busy_us(chosen.layout) / limit.layer),
+        "cache": found.cache.min_cache_slots / max(chosen.slots, 1),
+        found.steps.served(chosen.layout).worst: max(
+            latency.total / limit.ffn, found.steps.busy_us(chosen.layout) / limit.layer
+        ),
         "ttft": (chosen.step_us + chosen.load_us) / scenario.slo.ttft_us,
     }
     return max(used, key=lambda name: used[name])

@@ -71,8 +71,8 @@ def _resized(scenario: Scenario, gpus: int, change: str) -> QuestionVariant:
         gpus=gpus,
         instances=scenario.instances,
         layout=str(best.layout) if best else None,
-        min_cache_slots=best.scenario.min_cache_slots if best else scenario.min_cache_slots,
-        iar_at_plan=best.scenario.iar(best.slots) if best else 0.0,
+        min_cache_slots=best.scenario.cache.min_cache_slots if best else scenario.cache.min_cache_slots,
+        iar_at_plan=best.scenario.cache.iar(best.slots) if best else 0.0,
         meets_at_plan=best is not None and not best.failed,
         binding_constraint=",".join(best.failed) if best else "cache",
     )
@@ -86,8 +86,8 @@ def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> QuestionVa
         gpus=choice.chosen.gpus if choice.chosen else None,
         instances=anew.instances,
         layout=str(choice.chosen.layout) if choice.chosen else None,
-        min_cache_slots=(choice.chosen or kept).scenario.min_cache_slots,
-        iar_at_plan=kept.scenario.iar(kept.slots),
+        min_cache_slots=(choice.chosen or kept).scenario.cache.min_cache_slots,
+        iar_at_plan=kept.scenario.cache.iar(kept.slots),
         meets_at_plan=not kept.failed,
         binding_constraint=choice.binding,
     )

@@ -31,9 +31,9 @@ def png(draw: Draw, result: Result) -> bytes:
 def iar_over_slots(axes: Any, result: Result) -> None:
     """Plot `offered` for every M, the target, M* and the plan."""
     scenario, candidate = result.scenario, result.candidate
-    axes.plot(scenario.curve, label="offered (model)")
+    axes.plot(scenario.cache.curve, label="offered (model)")
     axes.axhline(scenario.iar_target, color="grey", linestyle=":", label=f"target {scenario.iar_target:g}")
-    axes.axvline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots:,}")
+    axes.axvline(scenario.cache.min_cache_slots, color="tab:orange", label=f"M* = {scenario.cache.min_cache_slots:,}")
     axes.axvline(candidate.slots, color="tab:green", linestyle="--", label=f"this layout: {candidate.slots:,}")
     verdict = result.verified.verdict
     if verdict is not None:
@@ -53,8 +53,8 @@ def region(axes: Any, result: Result) -> None:
         for item in candidates(result.asked, gpus):
             met = not item.failed
             axes.scatter(gpus, item.slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
-    axes.axhspan(scenario.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
-    axes.axhline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots:,}")
+    axes.axhspan(scenario.cache.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
+    axes.axhline(scenario.cache.min_cache_slots, color="tab:orange", label=f"M* = {scenario.cache.min_cache_slots:,}")
     axes.scatter([], [], color="tab:green", label="meets both SLOs")
     axes.scatter([], [], color="tab:red", marker="x", label="does not")
     axes.set(xlabel="LoRA Server GPUs (all layouts)", ylabel="cache slots M")
@@ -79,7 +79,7 @@ def latency_stack(axes: Any, result: Result) -> None:
 def coupled_bars(axes: Any, result: Result) -> None:
     """Plot the immediate rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
-    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.split.iar]]
+    names, series = ["IAR, model"], [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]]
     if verdict is not None and coupled.verdict is not None:
         names += ["immediate, simulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):

@@ -53,14 +53,14 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     scenario, candidate = result.scenario, result.candidate
     latency, limit, model = candidate.latency, scenario.limit(candidate.layout), scenario.model
     num = scenario.workload.num_adapters
-    yield "cache slots", f"{candidate.slots:,}", f">= {scenario.min_cache_slots:,} of {num:,} adapters"
-    yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
+    yield "cache slots", f"{candidate.slots:,}", f">= {scenario.cache.min_cache_slots:,} of {num:,} adapters"
+    yield "IAR, model", f"{scenario.cache.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
     yield from _simulated(result)
     yield from _band(result)
     parts = f"{latency.receive.value:,.0f} + {latency.compute.value:,.0f} + {latency.send.value:,.0f}"
     yield "recv + comp + send", f"{parts} = {latency.total:,.0f} us", f"<= {limit.ffn:,.0f} us (Eq. 5)"
     form = "Eq. 6" if scenario.eq6 == "stage" else "Eq. 6, printed"
-    busy_us = scenario.busy_us(candidate.layout)
+    busy_us = scenario.steps.busy_us(candidate.layout)
     yield f"slowest, {scenario.instances:,} served", f"{busy_us:,.0f} us", f"<= {limit.layer:,.0f} us ({form})"
     yield from prefill.rows(result)
     which = "requests, busiest inst." if scenario.dispatch == "by-adapter" else "requests per instance"
@@ -153,7 +153,7 @@ def sizing(result: Result) -> Iterator[str]:
     if verified.below_model:
         model = f"asks for {words.count(verified.model_gpus, 'GPU')}" if verified.model_gpus else "has no plan"
         yield (
-            f"The model {model} (M* = {result.scenario.min_cache_slots:,}), but in the simulation the target "
+            f"The model {model} (M* = {result.scenario.cache.min_cache_slots:,}), but in the simulation the target "
             f"holds with {gpus}: the model's figures below are too pessimistic."
         )
     for item in verified.refuted_below:
@@ -173,7 +173,7 @@ def dispatch(result: Result) -> Iterator[str]:
     scenario = result.scenario
     if scenario.instances == 1:
         return
-    busiest, mean = words.number(scenario.batch * scenario.hottest), words.number(scenario.batch)
+    busiest, mean = words.number(scenario.batch * scenario.loads.hottest), words.number(scenario.batch)
     if scenario.dispatch == "by-adapter":
         yield (
             f"Adapters are assigned to instances: the busiest holds {words.number(scenario.busiest)} requests, "
@@ -182,7 +182,7 @@ def dispatch(result: Result) -> Iterator[str]:
         return
     yield (
         f"Any instance serves any adapter, so each holds {mean} requests; were adapters assigned to instances, "
-        f"the busiest would hold {busiest} (x{scenario.hottest:.2f}){_assigned(result)}."
+        f"the busiest would hold {busiest} (x{scenario.loads.hottest:.2f}){_assigned(result)}."
     )
 
 

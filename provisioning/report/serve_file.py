@@ -48,8 +48,8 @@ def settings(result: Result) -> dict[str, object]:
         "nodes": result.serving_nodes,
         "device": "cuda",
         "dtype": "bfloat16",
-        "device_pool": candidate.slots * scenario.adapter_bytes(candidate.layout),
-        "host_pool": _elsewhere(result) * scenario.adapter_bytes(candidate.layout),
+        "device_pool": candidate.slots * scenario.cache.adapter_bytes(candidate.layout),
+        "host_pool": _elsewhere(result) * scenario.cache.adapter_bytes(candidate.layout),
         "max_step_rows": _message_rows(result),
         "wire": scenario.model.wire,
         **classes,
@@ -76,7 +76,7 @@ def unmet(result: Result) -> Iterator[str]:
         yield "Unmeasured: several engines of this load on one server, with receive, compute and send overlapped."
     if _elsewhere(result):
         shards = math.ceil(candidate.gpus / result.serving_nodes)
-        pool = _elsewhere(result) * scenario.adapter_bytes(candidate.layout) * shards
+        pool = _elsewhere(result) * scenario.cache.adapter_bytes(candidate.layout) * shards
         yield (
             f"Memory of the host: {words.size(pool)} a node for the {_elsewhere(result):,} adapters without a slot; "
             "with less, lower host_pool: loads from disk take longer than the plan assumes."

@@ -36,7 +36,7 @@ def sides(result: Result) -> Iterator[tuple[str, str, str]]:
     if coupled.copies:
         yield "copies of hot adapters", "-", f"{coupled.copies:,}"
     yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
-    yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
+    yield "IAR, model", f"{scenario.cache.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
     ours, theirs = result.verified.verdict, coupled.verdict
     if ours and theirs:
         yield "admitted, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"

@@ -70,7 +70,7 @@ def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
     hottest = max((calls for name, (calls, _) in measured.holds.items() if name in measured.named), default=0.0)
     most = None if plan is None else float(plan.workload.popularity.max())
     yield Row(what="share of the hottest", measured=hottest / measured.requests, planned=most)
-    promised = None if candidate is None else candidate.scenario.iar(candidate.slots)
+    promised = None if candidate is None else candidate.scenario.cache.iar(candidate.slots)
     yield Row(what="admitted at once", measured=_known(measured.immediate), planned=promised)
     yield Row(what="tokens/s, prompts too", measured=_tokens_per_s(measured, plan), planned=None)
     compute = None if candidate is None else candidate.latency.compute.value / 2
@@ -117,7 +117,7 @@ def _advised(scenario: Scenario, seeds: int, say: Callable[[str], None] = silent
         layout=found.layout if found else None,
         all_gpus=found.all_gpus if found else None,
         binding=choice.binding,
-        min_cache_slots=scenario.min_cache_slots,
+        min_cache_slots=scenario.cache.min_cache_slots,
         coupled_gpus=rival.gpus if rival else None,
     )
 

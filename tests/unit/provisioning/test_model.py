@@ -316,7 +316,7 @@ def test_adapters_of_one_rank_on_all_experts_are_what_the_rank_says(tmp_path, mo
     assert asked.workload.num_adapters == 3 and asked.model.lora_rank == pytest.approx(8)
     assert asked.model.attention_share == 0
     plain = question(model, None, adapters=3, lora_rank=8)
-    assert asked.lora(Layout(2, 1)).total == pytest.approx(plain.lora(Layout(2, 1)).total)
+    assert asked.steps.lora(Layout(2, 1)).total == pytest.approx(plain.steps.lora(Layout(2, 1)).total)
 
 
 def test_mixed_ranks_are_weighed_by_who_is_called(tmp_path, model):
@@ -343,9 +343,9 @@ def test_attention_takes_memory_and_time(tmp_path, model):
     assert both.model.attention_share == only.model.attention_share == 1
     rows = 8 * 2 * (64 + spec.q_width)
     link = both.model.cluster.link_bytes_per_us
-    wire = both.lora(layout).receive.value - 2 * experts.lora(layout).receive.value
-    assert wire == pytest.approx(rows / link - (experts.lora(layout).receive.value - 55.2))
-    assert both.lora(layout).send.value > experts.lora(layout).send.value
+    wire = both.steps.lora(layout).receive.value - 2 * experts.steps.lora(layout).receive.value
+    assert wire == pytest.approx(rows / link - (experts.steps.lora(layout).receive.value - 55.2))
+    assert both.steps.lora(layout).send.value > experts.steps.lora(layout).send.value
 
 
 def test_the_command_and_a_list_of_a_server(tmp_path, model):

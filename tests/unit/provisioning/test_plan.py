@@ -133,7 +133,7 @@ def test_percentile_sets_the_target_unless_iar_is_given():
     assert slo.parse(" tpot_avg = 0.1s , ttft_p99.9=2.5e5us") == slo.Slo(250_000, 99.9, 100_000)
     assert question(slo="ttft_p99=250ms,tpot_avg=100ms").iar_target == 0.99
     assert question(iar=0.9).iar_target == 0.9
-    assert question(iar=0.9).min_cache_slots < question().min_cache_slots
+    assert question(iar=0.9).cache.min_cache_slots < question().cache.min_cache_slots
 
 
 def test_whole_nodes_and_spare_gpus():
@@ -246,15 +246,15 @@ def test_a_band_is_the_same_calls_with_longer_and_shorter_steps_and_outputs():
     chosen = smallest(asked).chosen
     modelled = band(chosen, simulated=False)
     busier, quieter = (question(**QWEN, **DECODING, adapters=300, batch_size=64.0 * factor**2) for factor in (1.2, 0.8))
-    assert modelled.low == pytest.approx(busier.iar(chosen.slots), abs=1e-9)
-    assert modelled.high == pytest.approx(quieter.iar(chosen.slots), abs=1e-9)
-    assert modelled.low < chosen.scenario.iar(chosen.slots) < modelled.high
-    enough = replace(chosen, slots=busier.min_cache_slots)
+    assert modelled.low == pytest.approx(busier.cache.iar(chosen.slots), abs=1e-9)
+    assert modelled.high == pytest.approx(quieter.cache.iar(chosen.slots), abs=1e-9)
+    assert modelled.low < chosen.scenario.cache.iar(chosen.slots) < modelled.high
+    enough = replace(chosen, slots=busier.cache.min_cache_slots)
     seen = band(enough, simulated=True)
-    assert (seen.low, seen.high) == pytest.approx((busier.iar(enough.slots), 1.0), abs=0.015)
-    few = replace(chosen, slots=chosen.scenario.min_cache_slots)
+    assert (seen.low, seen.high) == pytest.approx((busier.cache.iar(enough.slots), 1.0), abs=0.015)
+    few = replace(chosen, slots=chosen.scenario.cache.min_cache_slots)
     tight = band(few, simulated=False)
-    assert few.scenario.iar(few.slots) >= 0.95 and not tight.holds and tight.meets_tpot
+    assert few.scenario.cache.iar(few.slots) >= 0.95 and not tight.holds and tight.meets_tpot
     hurried = replace(few, step_us=90_000.0)
     assert not band(hurried, simulated=False).meets_tpot
     result = answer(asked, seeds=0)

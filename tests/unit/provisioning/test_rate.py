@@ -116,7 +116,7 @@ def test_the_busiest_instance_is_what_counts_where_adapters_are_assigned():
     for instances, times in ((4, 1.0), (8, 1.92), (24, 5.77)):
         load = {"instances": instances, "batch_size": 32.0, "request_rate": None, "context_tokens": 8192.0}
         any_one, own = (asked(dispatch=name, **load) for name in ("any", "by-adapter"))
-        assert any_one.hottest == pytest.approx(times, abs=0.01)
+        assert any_one.loads.hottest == pytest.approx(times, abs=0.01)
         layout = smallest(any_one).closest.layout
         free, bound = evaluate(any_one, layout), evaluate(own, layout)
         assert free.scenario.busiest == 32 and bound.scenario.busiest > 32 * times * 0.95

@@ -229,9 +229,9 @@ def test_counts_with_lengths_plan_as_the_trace_does(tmp_path):
     """A tail that writes four times as much: by requests alone, fewer slots seem to be enough."""
     counted = question(counts=write_counts(tmp_path / "counts.csv", "long-tail", 3))
     traced = question(trace=write(tmp_path / "trace.csv", "long-tail", 3))
-    assert counted.min_cache_slots == traced.min_cache_slots
+    assert counted.cache.min_cache_slots == traced.cache.min_cache_slots
     by_requests = int(np.argmax(offered_curve(counted.workload.popularity, LOAD) >= 0.95))
-    assert by_requests < counted.min_cache_slots - 20
+    assert by_requests < counted.cache.min_cache_slots - 20
     assert sorted(counted.workload.in_flight) == pytest.approx(sorted(traced.workload.in_flight), abs=1e-5)
     gpus = [verify(asked, smallest(asked), 5).choice.chosen.gpus for asked in (counted, traced)]
     assert gpus[0] == gpus[1]
@@ -316,7 +316,7 @@ def test_what_is_emitted_is_the_load_and_reads_back(tmp_path):
     trace = back.workload.trace
     tokens_per_s = trace.output_tokens.sum() / trace.span_s
     assert tokens_per_s * plan["latency_us"]["decode_step"] * 1e-6 == pytest.approx(64, rel=0.05)
-    assert abs(back.min_cache_slots - plan["min_cache_slots"]) <= 3
+    assert abs(back.cache.min_cache_slots - plan["min_cache_slots"]) <= 3
     assert set(trace.names) <= set(counts.read_text().replace(",", "\n").split())
     lines = (tmp_path / "out" / "commands.sh").read_text().splitlines()
     assert sum(line.startswith("lora-server serve --config plan.yaml") for line in lines) == 1
@@ -329,7 +329,7 @@ def test_the_worst_served_are_named(tmp_path):
     """With two thirds of the slots that the target needs."""
     asked = question(counts=write_counts(tmp_path / "c.csv", "steady", 6))
     result = answer(asked, seeds=0)
-    few = replace(disaggregated(result.candidate), cache_slots=asked.min_cache_slots * 2 // 3)
+    few = replace(disaggregated(result.candidate), cache_slots=asked.cache.min_cache_slots * 2 // 3)
     verdict = judge(asked, few, result.candidate.mean_step_us, 2)
     worst = verdict.worst_served()
     assert len(worst) == 5 and all(calls >= 20 and share < 0.95 for _, calls, share in worst)
