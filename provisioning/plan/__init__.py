@@ -9,5 +9,5 @@ verify      what the simulation bears out         judge        what it says of o
 coupled     the same GPUs, no LoRA Server         split        its memory, for adapters and KV cache
 verdict     which of the two                      sensitivity  what if the question changes a little
 band        how far a plan may be off            fronts       what each way to serve costs, over the rate
-classes      adapters with SLOs of their own
+classes     adapters with SLOs of their own       loads        a question's load: instances, cache, steps
 """
