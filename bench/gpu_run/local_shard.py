@@ -14,8 +14,8 @@ from lora_server.control.adapters.records import FIRST_HANDLE
 from lora_server.device.client.link import GpuLink
 from lora_server.device.host.connection import SlotsMemory
 from lora_server.device.host.kernel import IDLE_NS, ServeKernel
+from lora_server.device.protocol.codes import HANDLE_BITS
 from lora_server.device.protocol.gpu import Gpu
-from lora_server.device.protocol.layout import HANDLE_BITS
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.memory.pages import PagePool

@@ -22,7 +22,7 @@ from lora_server.device.host.connection import GpuConnection
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Note
 from lora_server.device.host.world_connection import WorldConnection
-from lora_server.device.protocol.layout import MAX_LINKS, CommandKind, NoteKind, Refusal
+from lora_server.device.protocol.codes import MAX_LINKS, CommandKind, NoteKind, Refusal
 from lora_server.errors import LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
@@ -123,7 +123,7 @@ class KernelClients:
         self.at[seat.link] = seat
         self._kernel.reserve_link(seat.link)
         self._hold(seat)
-        self._post(CommandKind.CONNECT, seat.link, self._kernel.connect_words(seat.link, end.words()))
+        self._post(CommandKind.CONNECT, seat.link, self._kernel.connect_words(seat.link, end.words))
 
     def _hold(self, seat: KernelSeat) -> None:
         """Tell the kernel which handles the client's steps may name."""

@@ -19,10 +19,10 @@ from pathlib import Path
 import structlog
 from typing_extensions import override
 
+from kernels_cuda.residency import LANES
 from lora_server.device.host.kernel import ServeKernel
 from lora_server.device.host.mailbox import TAKEN_SECONDS
 from lora_server.device.protocol.gpu import Memory
-from lora_server.device.protocol.layout import LANES
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
 from lora_server.shard.coordination import StageRole, new_badge

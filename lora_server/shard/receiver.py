@@ -14,9 +14,8 @@ from lora_server.shard.patience import WeightsPatience
 from lora_server.shard.schedule import NOT_READY, PendingStep, cost
 from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
-from lora_server.wire.slot import DECODE, RequestHeader
+from lora_server.wire.slot import DECODE, MAX_BUDGET_US, RequestHeader
 
-MAX_BUDGET_US = 3_600_000_000
 MEAN_OF = 64  # steps, about
 UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
 log = structlog.get_logger()

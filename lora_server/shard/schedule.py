@@ -30,10 +30,8 @@ from typing import NamedTuple
 
 from lora_server.errors import LoraServerError
 from lora_server.transport.base import Connection
-from lora_server.wire.slot import RequestHeader
+from lora_server.wire.slot import MOST_ROWS, STEP_ROWS, RequestHeader
 
-STEP_ROWS = 8
-MOST_ROWS = 65536  # that count; the number of rows is checked when the step is served
 MOST_BEGUN = 4  # steps that are begun at a time: each keeps its buffers
 AHEAD_ROWS = 1024  # that a client with an SLO class may be ahead of its share
 _START, _ORDER, _START_BY = map(attrgetter, ("share.start", "share.order", "share.start_by_ns"))

@@ -19,6 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
@@ -38,25 +39,17 @@ if TYPE_CHECKING:
 _NOTHING: frozenset[int] = frozenset()
 
 
-class End:
-    """One end of a region, the client's or the shard's."""
+def _slot_rows(end: Link | Connection) -> Rows:
+    from lora_server.transport.rows import SlotRows  # torch: a client that only holds adapters needs none
 
-    region: Region
-    _slot_rows: Rows | None = None
-
-    @property
-    def rows(self) -> Rows:
-        """The rows of the region's steps."""
-        if self._slot_rows is None:
-            from lora_server.transport.rows import SlotRows  # torch: a client that only holds adapters needs none
-
-            self._slot_rows = SlotRows(self.region)
-        return self._slot_rows
+    return SlotRows(end.region)
 
 
-class Link(End, ABC):
+class Link(ABC):
     """A client's end of its region on one shard. One thread at a time."""
 
+    region: Region
+    rows = cached_property(_slot_rows)  # of the region's steps
     epoch: int
     shard: int
     transport: str  # the chosen one, if `auto` was asked for
@@ -97,7 +90,7 @@ class Link(End, ABC):
         Raises StepTimeoutError at the deadline, ShardUnavailableError when the shard is gone.
         """
 
-    def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
+    def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:  # noqa: B027
         """Note that a step of so many bytes is done; `idle`: no other is outstanding on this link."""
 
     @abstractmethod
@@ -125,9 +118,11 @@ class Link(End, ABC):
         )
 
 
-class Connection(End, ABC):
+class Connection(ABC):
     """A shard's end of one client's region."""
 
+    region: Region
+    rows = cached_property(_slot_rows)  # of the region's steps
     transport: str  # as a client asks for it, or tls: tcp that is encrypted
     client: int
     epoch: int
@@ -143,7 +138,7 @@ class Connection(End, ABC):
     def respond(self, seq: int, nbytes: int) -> None:
         """Push the first `nbytes` of `region.response(seq)`, then its signal. Never raises for a dead client."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let the client know that the region is given up; idempotent."""
 
     def requested(self) -> int:

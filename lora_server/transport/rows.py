@@ -1,7 +1,7 @@
 """Rows of a step: in the slots themselves, or in a *twin* of them in device memory.
 
-Either end of a region asks its `rows` (transport.base.End) and gets tensors to read or to fill; which memory
-they are views of is the transport's business. Headers, segments and maps, which a host reads, always
+Either end of a region (transport.base: Link, Connection) asks its `rows` and gets tensors to read or to fill; which
+memory they are views of is the transport's business. Headers, segments and maps, which a host reads, always
 stay in the slots.
 
 Shapes: T rows sent of K columns, U rows returned of O columns; see wire.slot.

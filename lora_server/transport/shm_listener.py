@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import structlog
 from typing_extensions import override
@@ -26,9 +26,6 @@ from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
 
-if TYPE_CHECKING:
-    from lora_server.transport.rows import Rows
-
 log = structlog.get_logger()
 MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
 BUSY_SECONDS = 5e-3  # after an answer the loop polls for a GPU's next push without a pause
@@ -43,12 +40,9 @@ class _DeviceConnection(ShmConnection):
 
     def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, twin: Twin | None) -> None:
         super().__init__(grant, region, sock, bell)
-        self._twin, self._busy_until = twin, time.monotonic() + BUSY_SECONDS
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        return super().rows if self._twin is None else self._twin.rows
+        self._busy_until = time.monotonic() + BUSY_SECONDS
+        if twin is not None:
+            self.rows = twin.rows
 
     @override
     def respond(self, seq: int, nbytes: int) -> None:

@@ -41,6 +41,8 @@ E4M3 = DTYPES.index("e4m3")
 Wire = Literal["exact", "e4m3"]
 OK, FAILED = 0, 1
 MAX_WINDOWS = 3
+MAX_BUDGET_US = 3_600_000_000  # a longer budget counts as this one
+STEP_ROWS, MOST_ROWS = 8, 65536  # of a client's share: a step costs its rows, so many at most, and STEP_ROWS
 
 # name, struct code, count: the order is the layout
 REQUEST_FIELDS = (

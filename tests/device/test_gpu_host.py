@@ -12,6 +12,7 @@ import torch
 
 from kernels_cuda.heuristics import STAGES
 from kernels_cuda.launch import most_combined_entries
+from kernels_cuda.residency import LANES
 from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
 from lora_server.daemon import backends
@@ -21,7 +22,8 @@ from lora_server.device.client.link import GpuLink
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Mailbox
 from lora_server.device.host.places import Places
-from lora_server.device.protocol.layout import CLIENT, COMMANDS, LANES, MAX_LINKS, SERVE, CommandKind, handle_of
+from lora_server.device.protocol.codes import COMMANDS, MAX_LINKS, CommandKind
+from lora_server.device.protocol.layout import CLIENT, SERVE, handle_of
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port

@@ -26,7 +26,8 @@ from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Choice, Route
 from lora_server.device.client.link import KernelLink
 from lora_server.device.client.put import VECTOR_BYTES
-from lora_server.device.protocol.layout import CLIENT, LinkStatus
+from lora_server.device.protocol.codes import LinkStatus
+from lora_server.device.protocol.layout import CLIENT
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader

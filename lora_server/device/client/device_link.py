@@ -16,7 +16,7 @@ from typing_extensions import override
 from kernels_cuda.routing import Choice, Route
 from lora_server.device.client.put import Put
 from lora_server.transport.base import Link
-from lora_server.transport.rows import Rows, TwinRows
+from lora_server.transport.rows import TwinRows
 from lora_server.transport.shm import ShmLink
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -44,11 +44,6 @@ class DeviceSteps(Link):
     @abstractmethod
     def _address(self, seq: int | None) -> int:
         """Return the device's address of a step's request slot; without a seq, of the request signal."""
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        return super().rows if self.twin is None else self.twin
 
     @override
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
@@ -140,7 +135,7 @@ class DeviceLink(DeviceSteps, ShmLink):
         asks = msgspec.structs.replace(hello, device=True, twin=wants_twin, slots=slots)
         super().__init__(address, asks, shard)
         if self.twin is not None:
-            self.transport = "cuda_ipc"
+            self.transport, self.rows = "cuda_ipc", self.twin
 
     @override
     def push(self, seq: int, nbytes: int) -> None:

@@ -21,14 +21,13 @@ from kernels_cuda import routing
 from kernels_cuda.routing import Choice
 from lora_server.device.client.device_link import DeviceLink, DeviceSteps
 from lora_server.device.client.put import Put
+from lora_server.device.protocol.codes import LinkStatus
 from lora_server.device.protocol.gpu import Gpu, Memory, Shared
-from lora_server.device.protocol.layout import CLIENT, HERE, LinkStatus
+from lora_server.device.protocol.layout import CLIENT
 from lora_server.device.protocol.slots import GpuRows, SlotSizes, check_activations
 from lora_server.errors import ConfigError, LoraServerError, ProtocolError
-from lora_server.transport.rows import Rows
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello, Welcome
-from lora_server.wire.region import PAGE_BYTES
 from lora_server.wire.slot import RequestHeader
 
 ANSWER_BYTES = 2 * slot.HEADER_BYTES  # the header, and the text of a refusal
@@ -72,8 +71,8 @@ class KernelLink(DeviceSteps):
             self._pin(self.region.memory[begin:end])
 
     @abstractmethod
-    def _places(self) -> dict[str, int]:
-        """Words of the state block: where the slots and signals of both ends are, and the other end's pe."""
+    def _words(self) -> dict[str, int]:
+        """Return the link's words; see SlotSizes.words."""
 
     @abstractmethod
     def _is_served(self) -> bool:
@@ -81,11 +80,8 @@ class KernelLink(DeviceSteps):
 
     def _write_state(self, state: torch.Tensor) -> None:
         """As if no step had been pushed."""
-        block, sizes = np.zeros(1, CLIENT), self._sizes
-        own = {"epoch": self.epoch, "client": self._client, "depth": sizes.depth}
-        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response, "abort": self._abort_address}
-        own |= self._led
-        for name, value in (own | self._places()).items():
+        block = np.zeros(1, CLIENT)
+        for name, value in (self._words() | self._led | {"abort": self._abort_address}).items():
             block[name] = value
         self.gpu.settle()  # zeros that torch made
         self.gpu.write(state.data_ptr(), block.tobytes())
@@ -105,12 +101,6 @@ class KernelLink(DeviceSteps):
     def depth(self) -> int:
         """Steps that may be in flight."""
         return self._sizes.depth
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        assert self._slot_rows is not None
-        return self._slot_rows
 
     def sent(self, seq: int) -> RequestHeader:
         """Of a step that a kernel put, from the slot."""
@@ -251,21 +241,15 @@ class GpuLink(KernelLink, DeviceLink):
         self._requests = self.gpu.map(fd, self._sizes.requests)
         self._responses = self.gpu.create(self._sizes.responses)
         self._pin_region()
-        self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
+        self.rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
         self._offers = [self._responses.fd]
         self._write_state(self.state)
         return True
 
     @override
-    def _places(self) -> dict[str, int]:
+    def _words(self) -> dict[str, int]:
         assert self._requests is not None and self._responses is not None
-        return {
-            "request_signal": self._requests.address,
-            "request_slots": self._requests.address + PAGE_BYTES,
-            "response_signal": self._responses.address,
-            "response_slots": self._responses.address + PAGE_BYTES,
-            "pe": HERE,
-        }
+        return self._sizes.words(self.epoch, self._client, self._requests.address, self._responses.address)
 
     @override
     def _is_served(self) -> bool:

@@ -31,19 +31,19 @@ class WorldLink(KernelLink):
         self._closed, self._pushed = False, 0
         self._open(world.gpu, client)
         sizes = self._sizes = world.heap.sizes
-        own, self._responses = world.requests(world.client, shard), world.responses(world.client, shard)
+        own, self._responses = world.link(shard)
         seen = world.gpu.peer(own.address, shard)
-        self._is_mapped, self._words = bool(seen), world.words(world.client, shard, shard)
+        self._is_mapped, self._link_words = bool(seen), world.words(epoch, client, shard)
         self._requests: Memory = Part(own, 0, sizes.requests, seen)
         self._mapping = Mapping(world.layout.nbytes)  # where headers and tables are written, and read
         self.region = Region(self._mapping.view, world.layout)
         self._pin_region()
-        self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, sizes)
+        self.rows = GpuRows(self._requests.tensor, self._responses.tensor, sizes)
         self._write_state(self.state)
 
     @override
-    def _places(self) -> dict[str, int]:
-        return self._words
+    def _words(self) -> dict[str, int]:
+        return self._link_words
 
     @override
     def push(self, seq: int, nbytes: int) -> None:

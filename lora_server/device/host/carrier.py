@@ -1,4 +1,4 @@
-"""A client without a GPU of its own in reach (shared memory, TCP) of a shard whose kernel serves: a host carries.
+"""Carries steps of a client without a GPU in reach (shared memory, TCP) to a shard whose kernel serves.
 
 Its steps are copied into slots of the GPU, and the kernel sees one kind of client. Answers it stores straight into
 the client's region, which is pinned; their signal is a word of the carrier's, so that the client hears of them last.
@@ -11,20 +11,19 @@ import threading
 from collections.abc import Callable
 
 from lora_server.device.protocol.gpu import Gpu
-from lora_server.device.protocol.layout import HERE
-from lora_server.device.protocol.slots import SIGNAL_BYTES
+from lora_server.device.protocol.slots import SIGNAL_BYTES, SlotSizes
 from lora_server.transport.base import Connection
 from lora_server.wire import slot
-from lora_server.wire.region import PAGE_BYTES
 
 
 class Carrier:
-    """Of one connection; used by the pump's thread."""
+    """The carrier of one connection's steps; used by the shard host's thread."""
 
     def __init__(self, gpu: Gpu, connection: Connection) -> None:
         self._gpu, self.connection = gpu, connection
         layout = connection.region.layout
-        self._slots = gpu.create(PAGE_BYTES + layout.depth * layout.request_bytes)
+        self._sizes = SlotSizes(layout.depth, layout.request_bytes, layout.response_bytes)  # the region's own
+        self._slots = gpu.create(self._sizes.requests)
         self._word = mmap.mmap(-1, mmap.PAGESIZE)
         self._signal = memoryview(self._word)[:SIGNAL_BYTES].cast("Q")
         self._signal_at, self._unpin_word = gpu.pin(memoryview(self._word))
@@ -32,21 +31,12 @@ class Carrier:
         self._queue, self._sent = gpu.queue(), 0
         self.given_up = threading.Event()
 
+    @property
     def words(self) -> dict[str, int]:
-        """For CONNECT: see layout.LINK."""
-        layout, connection = self.connection.region.layout, self.connection
-        return {
-            "epoch": connection.epoch,
-            "client": connection.client,
-            "depth": layout.depth,
-            "request_signal": self._slots.address,
-            "request_slots": self._slots.address + PAGE_BYTES,
-            "request_bytes": layout.request_bytes,
-            "response_signal": self._signal_at,
-            "response_slots": self._region_at + PAGE_BYTES + layout.depth * layout.request_bytes,
-            "response_bytes": layout.response_bytes,
-            "pe": HERE,
-        }
+        """Return CONNECT's words; see layout.LINK."""
+        answers = self._region_at + self._sizes.depth * self._sizes.request
+        words = self._sizes.words(self.connection.epoch, self.connection.client, self._slots.address, answers)
+        return words | {"response_signal": self._signal_at}
 
     @property
     def is_wild(self) -> bool:
@@ -55,7 +45,7 @@ class Carrier:
 
     @property
     def waits(self) -> bool:
-        """For an answer."""
+        """Whether a step that was sent is not answered yet."""
         return self._sent > self.connection.served
 
     @property
@@ -63,7 +53,7 @@ class Carrier:
         return slot.signalled_seq(self._signal[0], self.connection.epoch)
 
     def carry(self, respond: Callable[[Connection, int, int], None]) -> None:
-        """New steps there, new answers back: a connection, a seq, bytes."""
+        """Send new steps; call `respond` (connection, seq, bytes) for each new answer."""
         while self._sent < self.connection.requested():
             self._sent += 1
             self._send(self._sent)
@@ -75,8 +65,7 @@ class Carrier:
         region = self.connection.region
         memory = region.request(seq)
         nbytes = slot.HEADER_BYTES + slot.payload_bytes(memory)  # the kernel says what is wrong with it
-        at = self._slots.address + PAGE_BYTES + seq % region.layout.depth * region.layout.request_bytes
-        self._queue.send(at, memory[: min(nbytes, len(memory))])
+        self._queue.send(self._slots.address + self._sizes.request_at(seq), memory[: min(nbytes, len(memory))])
         while not self._queue.is_idle():  # a copy; the signal goes behind it
             pass
         self._gpu.write_word(self._slots.address, slot.signal(self.connection.epoch, seq))
@@ -87,7 +76,7 @@ class Carrier:
         return min(slot.HEADER_BYTES + header.payload_bytes, len(memory))
 
     def close(self) -> None:
-        """The kernel uses it no more."""
+        """Free the memory, which the kernel uses no more."""
         self._queue.close()
         self._slots.close()
         self._unpin_word()

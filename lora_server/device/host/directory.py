@@ -16,15 +16,8 @@ import torch
 
 from lora_server.device.host.kernel import ServeKernel
 from lora_server.device.host.places import Ints, Places
-from lora_server.device.protocol.layout import (
-    ENTRY,
-    HANDLE_BITS,
-    MAX_GENERATION,
-    UNEVEN,
-    CommandKind,
-    handle_of,
-    parts,
-)
+from lora_server.device.protocol.codes import HANDLE_BITS, UNEVEN, CommandKind
+from lora_server.device.protocol.layout import ENTRY, MAX_GENERATION, handle_of, parts
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import PROJECTIONS
 

@@ -19,10 +19,12 @@ import structlog
 import torch
 
 from kernels_cuda.launch import DTYPE_NAMES, Workspace
+from kernels_cuda.residency import LANES
 from lora_server.device.host.mailbox import TAKEN_SECONDS, Mailbox, wait_until
-from lora_server.device.protocol import layout
+from lora_server.device.protocol import codes, layout
+from lora_server.device.protocol.codes import ORDERS, CommandKind, Role
 from lora_server.device.protocol.gpu import Gpu
-from lora_server.device.protocol.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, Role, parts
+from lora_server.device.protocol.layout import LINK, ORDER_BYTES, SERVE, parts
 from lora_server.device.protocol.source import SERVES
 from lora_server.errors import ShardUnavailableError
 from lora_server.spec import PROJECTIONS, ModelSpec
@@ -195,7 +197,7 @@ class ServeKernel:
         """CONNECT's, as in LINK, with the tables of a place."""
         tables = self._tables[link // LANES].data_ptr() + link % LANES * self._table_bytes
         words = words | {"tables": tables}
-        return [words.get(str(name), 0) for name in (LINK.names or ())[: layout.CONNECT_WORDS]]
+        return [words.get(str(name), 0) for name in (LINK.names or ())[: codes.CONNECT_WORDS]]
 
     def hold(self, link: int, handles: frozenset[int]) -> None:
         """What the client at a link may name from now on, and nothing else; by the thread that looks."""
@@ -217,7 +219,7 @@ class ServeKernel:
     @property
     def numbers_bytes(self) -> int:
         """Of a follower's table: a row for each link that its leader may have; see leader.cuh."""
-        return layout.MAX_LINKS * self._row_words * TURN.itemsize
+        return codes.MAX_LINKS * self._row_words * TURN.itemsize
 
     def lead(self, tables: Sequence[int]) -> None:
         """Steps get numbers, which are stored into these: where this GPU sees each follower's table."""

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lora_server.device.protocol.codes import COMMANDS, NOTES, CommandKind, NoteKind
 from lora_server.device.protocol.gpu import Gpu
-from lora_server.device.protocol.layout import COMMANDS, MAILBOX, NOTES, CommandKind, NoteKind
+from lora_server.device.protocol.layout import MAILBOX
 from lora_server.errors import ShardUnavailableError
 
 TAKEN_SECONDS = 10.0  # for a kernel to take a command; one without a heartbeat ends its process before

@@ -5,9 +5,9 @@
 #include "answer.cuh"
 #include "copy.cuh"
 
-constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedule.py
+constexpr uint64 STEP_ROWS = LORA_STEP_ROWS, MOST_ROWS = LORA_MOST_ROWS;  // of a share: shard/schedule.py
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
-constexpr uint64 MAX_BUDGET_US = 3'600'000'000;
+constexpr uint64 MAX_BUDGET_US = LORA_MAX_BUDGET_US;
 constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears what its clients hold
 
 // Of the step at hand, whose client is `whose`: where its link, site and first tables are, a look costs no trip to memory.
@@ -207,7 +207,7 @@ struct Poller {
         sync_warp();
         if (lane == 0) m.link.start = start, m.link.finish = start + cost;
         sync_warp();
-        tell_all(READY_STEP, l, seq, 0);
+        tell_all(READY, l, seq, 0);
     }
 
     // Whether its client holds what it names, the weights are here, and its leader has numbered it; or its time is over.

@@ -4,9 +4,6 @@
 #include "peer.cuh"
 #include "protocol.cuh"
 
-enum Refusal { NOTHING_WRONG, BAD_HEADER, BAD_SITE, BAD_COUNTS, BAD_WINDOWS, BAD_SIZE, BAD_SEGMENTS, BAD_MAP,
-               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD, BAD_WIRE, BAD_SCALE, NOT_NUMBERED };
-
 // code\nmessage, as in write_failure of shard/request.py; at most 127 characters.
 DEVICE const char* text_of(int refusal) {
     switch (refusal) {

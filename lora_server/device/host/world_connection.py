@@ -12,23 +12,17 @@ from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 
 
 class WorldConnection(Connection):
-    """A shard's end. Nobody but the kernel takes its steps; `given_up`: the kernel uses it no more."""
+    """A connection whose steps the kernel takes. `given_up`: its kernel uses it no more, says the shard's host."""
 
     transport = "nvshmem"
 
     def __init__(self, grant: Grant, world: World) -> None:
-        self.client, self.epoch, self._world, self._pe = grant.client, grant.epoch, world, grant.pe
+        self.client, self.epoch = grant.client, grant.epoch
         layout = RegionLayout(1, PAGE_BYTES, PAGE_BYTES)
-        self.region = Region(memoryview(bytearray(layout.nbytes)), layout)  # nobody writes there: the host sees no step
+        self.region = Region(memoryview(bytearray(layout.nbytes)), layout)  # stays as it is: the host sees no step
+        self.words = world.words(grant.epoch, grant.client, grant.pe)
         self.given_up = threading.Event()
-
-    def words(self) -> dict[str, int]:
-        """For CONNECT: see layout.LINK."""
-        heap, shard = self._world.heap, int(self._world.place.rank)
-        own = {"epoch": self.epoch, "client": self.client, "depth": heap.sizes.depth}
-        own |= {"request_bytes": heap.sizes.request, "response_bytes": heap.sizes.response}
-        return own | self._world.words(self._pe - heap.shards, shard, self._pe)
 
     @override
     def respond(self, seq: int, nbytes: int) -> None:
-        """The kernel does."""
+        """Do nothing: the kernel responds."""

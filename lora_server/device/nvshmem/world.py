@@ -17,7 +17,7 @@ from lora_server.device.protocol.gpu import Gpu, Memory
 from lora_server.device.protocol.slots import SlotSizes
 from lora_server.errors import ShardUnavailableError, WorldError
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire.region import PAGE_BYTES, RegionLayout
+from lora_server.wire.region import RegionLayout
 
 UID_BYTES = 128
 ENTER_SECONDS = 120.0  # in which all PEs that were there enter
@@ -31,19 +31,19 @@ class WorldGpu(Gpu):
 
     @abstractmethod
     def new_uid(self) -> bytes:
-        """For a world that is to be made; its process has rank 0."""
+        """Return the unique id of a new world; the caller's process has rank 0 in it."""
 
     @abstractmethod
     def enter(self, rank: int, size: int, uid: bytes, nbytes: int) -> Memory:
-        """So much of the symmetric heap, zeroed. All PEs call it, once, and it returns when all have."""
+        """Enter the world; return `nbytes` of its heap, zeroed. All PEs call it once; it returns when all have."""
 
     @abstractmethod
     def peer(self, address: int, pe: int) -> int:
-        """Where this GPU sees another PE's copy of a place in the heap; 0 where only puts go there."""
+        """Return where this GPU sees another PE's copy of a place in the heap; 0 if only puts reach it."""
 
 
 class Heap(NamedTuple):
-    """The same on all PEs: a place per link, so that no two links of one PE have the same."""
+    """A plan of the heap, the same on all PEs: a place per link, so that no two links of one PE share one."""
 
     shards: int
     clients: int
@@ -51,11 +51,11 @@ class Heap(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """A shard has a link to each client, a client one to each shard."""
+        """Bytes of one PE's heap: a shard has a link to each client, a client one to each shard."""
         return self._places * self._link_bytes
 
     def at(self, client: int, shard: int) -> int:
-        """Where a link's requests begin; its responses lie behind them."""
+        """Return the offset of a link's requests; its responses lie behind them."""
         return (client + shard) % self._places * self._link_bytes
 
     @property
@@ -68,7 +68,7 @@ class Heap(NamedTuple):
 
 
 class Part(Memory):
-    """Of the heap, or of another PE's; it lives as long as the world."""
+    """A part of this PE's heap, or of another's; it lives as long as the world."""
 
     def __init__(self, whole: Memory, offset: int, nbytes: int, address: int = 0) -> None:
         self.address = address or whole.address + offset
@@ -76,25 +76,20 @@ class Part(Memory):
 
     @override
     def close(self) -> None:
-        """The heap stays."""
+        """Do nothing: the heap stays."""
 
 
 class World:
-    """That this process is in."""
+    """The world that this process is in, or is to enter."""
 
     def __init__(self, gpu: WorldGpu, place: pb.Place, shards: int, layout: RegionLayout) -> None:
-        """Does not enter it."""
+        """Lay out the heap. Does not enter the world."""
         self.gpu, self.place, self.layout = gpu, place, layout
         self.heap = Heap(shards, place.size - shards, SlotSizes.of(layout))
         self._memory: Memory | None = None
 
-    @property
-    def client(self) -> int:
-        """Its index, of an engine."""
-        return int(self.place.rank) - self.heap.shards
-
     def enter(self, seconds: float = ENTER_SECONDS) -> None:
-        """With all others; raises WorldError where one of them does not come: this process cannot be in any then."""
+        """Enter with all other PEs. Raises WorldError if one of them does not: no second try is possible here."""
         place, failure = self.place, list[Exception]()
 
         def enter() -> None:
@@ -103,7 +98,7 @@ class World:
             except Exception as error:  # NVSHMEM's, the driver's, the linker's
                 failure.append(error)
 
-        # nothing ends a wait in NVSHMEM, so it is nobody's but this thread's
+        # nothing ends a wait in NVSHMEM: it must not be the caller's
         thread = threading.Thread(target=enter, name="nvshmem", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -115,33 +110,23 @@ class World:
             )
         log.info("NVSHMEM's world entered", world=place.world, pe=place.rank, pes=place.size)
 
-    def requests(self, client: int, shard: int) -> Part:
-        """This PE's copy of a link's request signal and slots."""
-        return self._part(self.heap.at(client, shard), self.heap.sizes.requests)
-
-    def responses(self, client: int, shard: int) -> Part:
-        """This PE's copy of its response signal and slots."""
-        return self._part(self.heap.at(client, shard) + self.heap.sizes.requests, self.heap.sizes.responses)
-
-    def _part(self, offset: int, nbytes: int) -> Part:
+    def link(self, pe: int) -> tuple[Part, Part]:
+        """Return this PE's copies of the memory of its link to another PE: for requests, and for responses."""
         if self._memory is None:
             raise ShardUnavailableError("NVSHMEM's world was not entered")
-        return Part(self._memory, offset, nbytes)
+        heap, (shard, client) = self.heap, sorted((int(self.place.rank), pe))
+        at = heap.at(client - heap.shards, shard)
+        requests = Part(self._memory, at, heap.sizes.requests)
+        return requests, Part(self._memory, at + heap.sizes.requests, heap.sizes.responses)
 
-    def words(self, client: int, shard: int, pe: int) -> dict[str, int]:
-        """Of a link's state at either end: addresses in this PE's heap, and whose heap the other end is."""
-        requests, responses = self.requests(client, shard).address, self.responses(client, shard).address
-        return {
-            "request_signal": requests,
-            "request_slots": requests + PAGE_BYTES,
-            "response_signal": responses,
-            "response_slots": responses + PAGE_BYTES,
-            "pe": pe,
-        }
+    def words(self, epoch: int, client: int, pe: int) -> dict[str, int]:
+        """Return the words of this PE's link to another; see SlotSizes.words."""
+        requests, responses = self.link(pe)
+        return self.heap.sizes.words(epoch, client, requests.address, responses.address, pe)
 
 
 class _Entered:
-    """Thread-safe."""
+    """The world of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -149,11 +134,11 @@ class _Entered:
 
     @property
     def place(self) -> pb.Place:
-        """What to ask for when joining; empty before the first world."""
+        """The place to ask for when joining; empty before the first world."""
         return pb.Place() if self._world is None else self._world.place
 
     def enter(self, world: World, seconds: float = ENTER_SECONDS) -> World:
-        """It, or the one that this process is in if it is the same. Raises WorldError."""
+        """Enter the world and return it; return the one entered before if its place is the same. Raises WorldError."""
         with self._lock:
             if self._world is None:
                 self._world = world  # also where it fails: there is no second time

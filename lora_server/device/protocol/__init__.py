@@ -1,6 +1,7 @@
-"""What both sides of a link between GPUs need.
+"""The parts that both sides of a link between GPUs need.
 
-layout    what hosts and kernels read and write     slots     the memory of a link
+layout    structs that hosts and kernels share      slots     the memory of a link
+codes     the numbers and codes in them
 source    the kernels' sources                      needs     what a machine must have for it
 gpu       a GPU as hosts use it                     cuda      a real one
 opened    which GPU a device is                     pinned    host memory that a GPU can use

@@ -1,9 +1,9 @@
 // A client's end of a link. Mirrored by layout.py.
 #pragma once
+#include "codes.cuh"
 #include "slot.h"
 
 // A client's end. Kernels in CUDA graphs know its address alone, so that they survive whatever is written here.
-enum LinkStatus { LINK_OK, LINK_TIMEOUT, LINK_ABORTED, LINK_FAILED, LINK_BROKEN };
 struct alignas(128) Client {
     uint64 epoch, client, depth;
     uint64 request_slots, request_signal, request_bytes;  // in the shard's memory

@@ -5,80 +5,12 @@ A test compares sizes and offsets. Addresses are uint64; what kernels alone use 
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
-MAX_LINKS, ORDERS, COMMANDS, NOTES = 1024, 4, 16, 64
-LANES = 32  # of the poller: it looks at so many links at a time
-HANDLE_BITS = 16  # of a handle's index; above it lie 15 bits of its generation
+from lora_server.device.protocol.codes import COMMANDS, HANDLE_BITS, NOTES
+
 MAX_GENERATION = (1 << 15) - 1
 ORDER_BYTES = 384
-MAX_BUDGET_US = 3_600_000_000
-
-
-class LinkStatus(IntEnum):
-    """Why a client's pass gets no more deltas. After TIMEOUT, ABORTED and BROKEN the client joins anew."""
-
-    OK = 0
-    TIMEOUT = 1
-    ABORTED = 2
-    FAILED = 3
-    BROKEN = 4
-
-
-class CommandKind(IntEnum):
-    """What a host tells the kernel. words: CONNECT's link, as in LINK; REVOKE's epoch."""
-
-    CONNECT = 1
-    REVOKE = 2
-    RETIRE = 3
-    DRAIN = 4
-    STOP = 5
-
-
-class NoteKind(IntEnum):
-    """What the kernel tells its host; from TAKEN on only if `tells_all`."""
-
-    PREFETCH = 1
-    REFUSED = 2
-    CUT_OFF = 3
-    TAKEN = 4
-    READY = 5
-    ORDERED = 6
-    CHANGED = 7
-    STARTED = 8
-
-
-class Refusal(IntEnum):
-    """Why a step was answered with an error: request.cuh."""
-
-    NOTHING_WRONG = 0
-    BAD_HEADER = 1
-    BAD_SITE = 2
-    BAD_COUNTS = 3
-    BAD_WINDOWS = 4
-    BAD_SIZE = 5
-    BAD_SEGMENTS = 6
-    BAD_MAP = 7
-    UNKNOWN_ADAPTER = 8
-    MISPLACED = 9
-    BAD_DTYPE = 10
-    TOO_LATE = 11
-    DRAINING = 12
-    NOT_HELD = 13
-    BAD_WIRE = 14
-    BAD_SCALE = 15
-    NOT_NUMBERED = 16
-
-
-class Role(IntEnum):
-    """A shard's in its stage; in leader mode one leads, and the others follow."""
-
-    INDEPENDENT = 0
-    LEADS = 1
-    FOLLOWS = 2
-
 
 _Code = str | np.dtype[np.void]
 
@@ -109,7 +41,6 @@ LINK = _words(
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
     *("response_signal", "response_bytes", "tables", "pe", "served", "had"),
 )
-CONNECT_WORDS = 11  # of LINK
 ENTRY = np.dtype(
     [
         ("ready", "<u8"),
@@ -122,7 +53,6 @@ ENTRY = np.dtype(
     ]
 )
 HERE = (1 << 64) - 1  # a link's pe: the other end's memory is mapped, and in nobody's heap
-UNEVEN = -1  # tiles each: first_tile is where the experts' places begin
 SITE = np.dtype([("in_width", "<i4"), ("out_width", "<i4"), ("experts", "<i4"), ("unused", "<i4")])
 COMMAND = np.dtype([("kind", "<u8"), ("link", "<u8"), ("words", "<u8", 14)])
 NOTE = np.dtype([("kind", "<u8"), ("link", "<u8"), ("seq", "<u8"), ("what", "<u8")])
@@ -176,12 +106,12 @@ SERVE = _struct(
 
 
 def handle_of(index: int, generation: int) -> int:
-    """What a segment names. Raises ValueError for a generation that does not fit."""
+    """Return the handle that a segment names. Raises ValueError for a generation that does not fit."""
     if not 0 < generation <= MAX_GENERATION or not 0 <= index < 1 << HANDLE_BITS:
         raise ValueError(f"got index {index}, generation {generation}; expected 16 and 15 bits, generations from 1 on")
     return index | generation << HANDLE_BITS
 
 
 def parts(handle: int) -> tuple[int, int]:
-    """Index and generation of a handle."""
+    """Return index and generation of a handle."""
     return handle & ((1 << HANDLE_BITS) - 1), handle >> HANDLE_BITS

@@ -1,12 +1,14 @@
-// What a shard's kernel keeps of its clients, and what it and its host tell each other. Mirrored by layout.py.
+// What a shard's kernel keeps of its clients, and what it and its host tell each other. Mirrored by layout.py;
+// codes.cuh is made of codes.py.
 // Addresses are those of the GPU that reads the struct.
 #pragma once
+#include "codes.cuh"
 #include "slot.h"
 #include "step.cuh"
 
-constexpr int MAX_LINKS = 1024;  // a lane of the poller knows 32, a bit each
-constexpr int ORDERS = 4;
-constexpr int COMMANDS = 16, COMMAND_WORDS = 16, NOTES = 64;
+constexpr int MAX_LINKS = LORA_MAX_LINKS;
+constexpr int ORDERS = LORA_ORDERS;
+constexpr int COMMANDS = LORA_COMMANDS, COMMAND_WORDS = 16, NOTES = LORA_NOTES;
 
 // A client as the shard's kernel knows it. The words up to `pe` come with CONNECT; the poller alone writes the rest.
 struct alignas(128) Link {
@@ -25,9 +27,8 @@ struct alignas(128) Link {
     int row, unused_too;  // a follower's: where its leader's numbers are; below 0: not found yet. See leader.cuh
     uint64 unused[12];
 };
-constexpr int CONNECT_WORDS = 11;
+constexpr int CONNECT_WORDS = LORA_CONNECT_WORDS;
 enum Asked { NOTHING_ASKED, ASKED, ALL_HERE };  // the host for weights; whether there is no need to
-enum Role { INDEPENDENT, LEADS, FOLLOWS };
 
 // The weights of (handle, site). A copy engine sets `ready` behind the pages, in stream order.
 struct alignas(32) Entry {
@@ -36,8 +37,7 @@ struct alignas(32) Entry {
     int row, first_tile, tiles_each;  // or, with UNEVEN tiles each, first_tile is where the experts' places begin
     int first_expert, end_expert;  // that are here
 };
-constexpr int UNEVEN = -1;
-constexpr int HANDLE_BITS = 16;  // of the index; above it the generation, 15 bits
+constexpr int UNEVEN = LORA_UNEVEN, HANDLE_BITS = LORA_HANDLE_BITS;
 
 struct alignas(16) Site { int in_width, out_width, experts, unused; };
 
@@ -54,8 +54,6 @@ struct alignas(128) Order {
 };
 
 // In host memory. The host writes the first part, the kernel the second.
-enum CommandKind { CONNECT = 1, REVOKE, RETIRE, DRAIN, STOP };
-enum NoteKind { PREFETCH = 1, REFUSED, CUT_OFF, TAKEN, READY_STEP, ORDERED, CHANGED, STARTED };
 struct Command { uint64 kind, link, words[14]; };  // words: CONNECT's Link; REVOKE's epoch
 struct Note { uint64 kind, link, seq, what; };     // what: a handle, a refusal
 struct alignas(128) Mailbox {

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.launch import DTYPE_NAMES
+from lora_server.device.protocol.layout import HERE
 from lora_server.errors import ProtocolError
 from lora_server.transport.rows import TORCH_DTYPES, Rows
 from lora_server.wire import slot
@@ -21,7 +22,7 @@ SIGNAL_BYTES = 8
 
 
 class SlotSizes(NamedTuple):
-    """Of one link. The signal is at the start of each end's memory, slots begin a page behind it."""
+    """Sizes of one link. The signal is at the start of each end's memory; slots begin a page behind it."""
 
     depth: int
     request: int
@@ -29,7 +30,7 @@ class SlotSizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: RegionLayout) -> SlotSizes:
-        """What holds every step that the region's slots hold, in elements half as large if they are of 32 bits."""
+        """Return slots for every step that the region's hold, in elements half as large if they are of 32 bits."""
         if layout.widest != slot.DTYPES.index("float32"):
             return cls(layout.depth, layout.request_bytes, layout.response_bytes)
         tables = slot.aligned(layout.table_bytes or slot.HEADER_BYTES)
@@ -48,16 +49,31 @@ class SlotSizes(NamedTuple):
         return PAGE_BYTES + self.depth * self.response
 
     def request_at(self, seq: int) -> int:
-        """Where a step's request begins."""
+        """Return the offset of a step's request in the shard's end."""
         return PAGE_BYTES + seq % self.depth * self.request
 
     def response_at(self, seq: int) -> int:
-        """Where its response begins."""
+        """Return the offset of a step's response in the client's end."""
         return PAGE_BYTES + seq % self.depth * self.response
+
+    def words(self, epoch: int, client: int, requests: int, responses: int, pe: int = HERE) -> dict[str, int]:
+        """Return the words of layout.LINK and CLIENT that say who the client is and where both ends' memory lies."""
+        return {
+            "epoch": epoch,
+            "client": client,
+            "depth": self.depth,
+            "request_signal": requests,
+            "request_slots": requests + PAGE_BYTES,
+            "request_bytes": self.request,
+            "response_signal": responses,
+            "response_slots": responses + PAGE_BYTES,
+            "response_bytes": self.response,
+            "pe": pe,
+        }
 
 
 class GpuRows(Rows):
-    """Of a link's slots; see Rows. `requests`, `responses`: uint8, an end's memory each."""
+    """Rows in a link's slots; see Rows. `requests`, `responses`: uint8, an end's memory each."""
 
     def __init__(self, requests: torch.Tensor, responses: torch.Tensor, sizes: SlotSizes) -> None:
         self._requests, self._responses, self._sizes = requests, responses, sizes

@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 
-from lora_server.device.protocol.layout import NoteKind, Refusal
+from lora_server.device.protocol.codes import NoteKind, Refusal
 from lora_server.timings import Timings
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_scene import Scene

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lora_server.device.protocol import layout
-from lora_server.device.protocol.layout import CommandKind, LinkStatus, NoteKind
+from lora_server.device.protocol.codes import CommandKind, LinkStatus, NoteKind
 from lora_server.wire import slot
 from lora_server.wire.slot import ResponseHeader
 from tests.support.gpu import gpu_weights as weights

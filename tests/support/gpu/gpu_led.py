@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lora_server.device.protocol.layout import LANES, MAX_LINKS, NoteKind, Role
+from kernels_cuda.residency import LANES
+from lora_server.device.protocol.codes import MAX_LINKS, NoteKind, Role
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_schedules import drive, replay, restarts
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting, new_pages

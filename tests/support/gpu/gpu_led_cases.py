@@ -6,7 +6,8 @@ import ctypes
 
 import numpy as np
 
-from lora_server.device.protocol.layout import LANES, MAX_LINKS, CommandKind, LinkStatus, NoteKind, Refusal
+from kernels_cuda.residency import LANES
+from lora_server.device.protocol.codes import MAX_LINKS, CommandKind, LinkStatus, NoteKind, Refusal
 from tests.support.gpu.gpu_led import Member, Stage, begin, join
 from tests.support.gpu.gpu_scene import Scene
 from tests.support.gpu.gpu_weights import BODIES, DEPTH, VARIANTS

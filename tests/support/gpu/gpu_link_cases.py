@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from lora_server.device.protocol.layout import LinkStatus
+from lora_server.device.protocol.codes import LinkStatus
 from lora_server.wire import slot
 from tests.support.gpu.gpu_clients import BUDGET_NS
 from tests.support.gpu.gpu_scene import Scene

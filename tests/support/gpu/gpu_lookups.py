@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lora_server.device.protocol.layout import ENTRY, HANDLE_BITS, LANES, SERVE, SITE, UNEVEN, Refusal, parts
+from kernels_cuda.residency import LANES
+from lora_server.device.protocol.codes import HANDLE_BITS, UNEVEN, Refusal
+from lora_server.device.protocol.layout import ENTRY, SERVE, SITE, parts
 from lora_server.errors import ProtocolError
 from lora_server.shard import request as requests
 from lora_server.spec import PROJECTIONS, Site

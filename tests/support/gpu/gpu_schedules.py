@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from lora_server.device.protocol.layout import LANES, CommandKind, NoteKind, Refusal
+from kernels_cuda.residency import LANES
+from lora_server.device.protocol.codes import CommandKind, NoteKind, Refusal
 from lora_server.shard.schedule import FairShare, PendingStep
 from tests.support.gpu.gpu_clients import Client, GpuClient, WildClient
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting

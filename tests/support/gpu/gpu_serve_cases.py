@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 from lora_server.device.protocol import layout
-from lora_server.device.protocol.layout import CommandKind, NoteKind
+from lora_server.device.protocol.codes import CommandKind, NoteKind
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_scene import Scene, in_turn
 from tests.support.gpu.gpu_shard import Waiting

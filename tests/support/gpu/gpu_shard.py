@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from kernels_cuda.layout import CHUNK, CHUNKS, PAGE_TILES, TILE_BYTES
+from kernels_cuda.residency import LANES
 from kernels_cuda.tables import BLOCK
-from lora_server.device.protocol import layout
-from lora_server.device.protocol.layout import CommandKind, NoteKind, Refusal
+from lora_server.device.protocol import codes, layout
+from lora_server.device.protocol.codes import CommandKind, NoteKind, Refusal
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.wire import slot
 from tests.support.gpu import gpu_weights as weights
@@ -52,7 +53,7 @@ class Shard:
     def __init__(self, world: World, random, idle_ns: int, links=range(LINKS), device=DEVICE, pages=pages) -> None:
         """links: those of the clients, the first one's first. Of more than LINKS none are PEs."""
         self.world, self.random, self.links_of, self.device, self.pages = world, random, links, device, pages
-        self.num_links = -(-(max(links) + 1) // layout.LANES) * layout.LANES
+        self.num_links = -(-(max(links) + 1) // LANES) * LANES
         self.pages.clear()
         self.places = [places(world, 1 + i, i < LINKS and device == DEVICE) for i in range(len(links))]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
@@ -85,7 +86,7 @@ class Shard:
         self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
         self.expert_places = self.world.shared.new("<i4", HANDLES + 1, len(SITES), SPEC.experts, 2)
         arrays = {"links": self.links, "sites": sites, "held": self.held, "used": self.used, "blocks": self.blocks}
-        arrays |= {"orders": new("u1", layout.ORDERS * layout.ORDER_BYTES), "directory": self.directory}
+        arrays |= {"orders": new("u1", codes.ORDERS * layout.ORDER_BYTES), "directory": self.directory}
         arrays |= {"places": self.expert_places, "arrivals": self.arrivals, "mailbox": self.mailbox}
         partial = -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK
         arrays |= {"partial": new("<f4", *partial), "other_partial": new("<f4", *partial)}
@@ -121,10 +122,10 @@ class Shard:
         """Hear what the kernel says; launch it again where it left."""
         noted, heard = int(self.mailbox["noted"]), int(self.mailbox["heard"])
         for i in range(heard, noted):
-            kind, link, seq, what = (int(v) for v in self.mailbox["notes"][i % layout.NOTES])
+            kind, link, seq, what = (int(v) for v in self.mailbox["notes"][i % codes.NOTES])
             self.notes.append((kind, link, seq, what))
             self.ordered += kind == NoteKind.ORDERED and what == Refusal.NOTHING_WRONG
-        assert noted - heard < layout.NOTES, "notes may have been lost: a smaller quantum, please"
+        assert noted - heard < codes.NOTES, "notes may have been lost: a smaller quantum, please"
         if noted != heard:
             self.mail("heard", noted)
         if not self.stopped and not self.world.running(self.grid):
@@ -140,12 +141,12 @@ class Shard:
         command = np.zeros(1, layout.COMMAND)
         command["kind"], command["link"] = kind, link
         command["words"][0, : len(words)] = words
-        self.mail("commands", command, number % layout.COMMANDS)
+        self.mail("commands", command, number % codes.COMMANDS)
         self._posted += 1
         self.mail("posted", self._posted)
         while int(self.mailbox["taken"]) <= number:
             yield
-        acknowledged = self.mailed("acks", number % layout.COMMANDS)
+        acknowledged = self.mailed("acks", number % codes.COMMANDS)
         assert self.world.is_ordered(address(self.mailed("taken")), acknowledged), "an ack may come behind its word"
         ack = int(acknowledged[0])
         self._busy = False
@@ -194,7 +195,7 @@ class Shard:
             if self.variant[handle] % 2:  # as if they differed in shape
                 tiles = adapter.first[site] + shape.num_tiles * np.arange(SPEC.experts)
                 self.world.write(self.expert_places[index, i], np.stack([np.full(SPEC.experts, row), tiles], axis=1))
-                entry["first_tile"], entry["tiles_each"] = row * SPEC.experts, layout.UNEVEN
+                entry["first_tile"], entry["tiles_each"] = row * SPEC.experts, codes.UNEVEN
             self.world.write(self._entry(index, site), entry)
         for site in SITES:
             self.world.write(self._entry(index, site)["ready"], handle >> 16)

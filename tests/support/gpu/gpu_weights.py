@@ -20,7 +20,7 @@ from lora_server.shard import request as requests
 from lora_server.shard.compute import DeviceCompute
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
 from lora_server.transport import e4m3
-from lora_server.transport.base import End
+from lora_server.transport.rows import SlotRows
 from lora_server.wire import slot
 from lora_server.wire.region import Region, RegionLayout
 from lora_server.wire.slot import RequestHeader
@@ -204,7 +204,7 @@ class Reference:
         key = (body, variants)
         if key not in self._answers:
             memory = body.request((0,) * len(variants), 0, 1, 0, 0)
-            ends, region = End(), Region(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT)
+            region = Region(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT)
             region.request(0)[: len(memory)] = memory
             _, request = self.check(bytes(memory), 0, 1, 0)
             table = []
@@ -212,9 +212,8 @@ class Reference:
                 shape = packed(variants[which]).shapes[body.site]
                 tile = packed(variants[which]).first[body.site] + expert * shape.num_tiles
                 table.append((self._rows[variants[which], body.site], tile, first, entries))
-            ends.region = region
             segments = PackedSegments(np.array(table, np.int32), MAX_RANK)
-            self._compute.run(request, segments, SimpleNamespace(rows=ends.rows))
+            self._compute.run(request, segments, SimpleNamespace(rows=SlotRows(region)))
             end = slot.response_offsets(body.num_out_rows, request.header.out_width, body.dtype).end
             self._answers[key] = body.answered(bytes(region.response(0)[slot.HEADER_BYTES : end]))
         return self._answers[key]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kernels_cuda.heuristics import Variant
-from kernels_cuda.residency import ThreadBlock
-from lora_server.device.protocol.layout import LANES
+from kernels_cuda.residency import LANES, ThreadBlock
 from lora_server.device.protocol.source import FILES
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_room import Room

@@ -35,10 +35,10 @@ def play(gpu: WorldGpu, rank: int, size: int, uid: bytes) -> str:
     """Send or await the step; return its outcome as this PE sees it."""
     world = World(gpu, pb.Place(world=1, rank=rank, size=size, uid=uid, slots=LAYOUT.depth), 1, LAYOUT)
     world.enter(SECONDS)
-    client, sizes = size - 2, world.heap.sizes  # in a world of one PE the PE is its own client
+    sizes = world.heap.sizes
     if rank == size - 1:
         link = WorldLink(world, CLIENT, EPOCH, 0, lambda: True)
-        gpu.write(world.requests(client, 0).address + sizes.request_at(SEQ), request())
+        gpu.write(world.link(0)[0].address + sizes.request_at(SEQ), request())
         link.queue.launch("link_send", link.state.data_ptr(), SEQ)
         deadline = time.monotonic() + SECONDS
         while not link.queue.is_idle():
@@ -46,7 +46,7 @@ def play(gpu: WorldGpu, rank: int, size: int, uid: bytes) -> str:
         link.close()
         if rank:
             return "sent"
-    return came(gpu, world.requests(client, 0).address, sizes.request_at(SEQ))
+    return came(gpu, world.link(size - 1 - rank)[0].address, sizes.request_at(SEQ))
 
 
 def came(gpu: WorldGpu, address: int, at: int) -> str:

@@ -9,7 +9,7 @@ struct Named { const char* name; int value; };
 inline const Named NAMED[] = {
     {"Client", sizeof(Client)}, {"Link", sizeof(Link)}, {"Entry", sizeof(Entry)}, {"Site", sizeof(Site)},
     {"Order", sizeof(Order)}, {"Command", sizeof(Command)}, {"Note", sizeof(Note)}, {"Mailbox", sizeof(Mailbox)},
-    {"Serve", sizeof(Serve)}, {"shared", sizeof(ServeMemory)}, {"MAX_LINKS", MAX_LINKS},
+    {"Serve", sizeof(Serve)}, {"shared", sizeof(ServeMemory)},
     {FIELD(Client, response_slots)}, {FIELD(Client, pushed)}, {FIELD(Client, budget_ns)}, {FIELD(Client, arrived)},
     {FIELD(Client, status)}, {FIELD(Client, abort)}, {FIELD(Client, live)}, {FIELD(Client, failed)}, {FIELD(Link, tables)}, {FIELD(Link, served)},
     {FIELD(Entry, row)}, {FIELD(Entry, end_expert)}, {FIELD(Mailbox, commands)}, {FIELD(Mailbox, taken)},
