@@ -49,7 +49,7 @@ def as_sent(steps: Steps) -> Bits:
     link = cast(KernelLink, steps.link)
     header = link.sent(steps.seq)
     at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0, header.num_rows).scales
-    begin = link._address(steps.seq) + at
+    begin = link.memory.request_at(steps.seq) + at
     scales_T = torch.frombuffer(bytearray(link.gpu.read(begin, 4 * header.num_rows)), dtype=torch.float32)
     return link.rows.request(header).cpu().view(torch.uint8), scales_T
 

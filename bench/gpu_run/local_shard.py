@@ -11,7 +11,8 @@ import torch
 
 from lora_server.adapters import validate_adapter
 from lora_server.control.adapters.records import FIRST_HANDLE
-from lora_server.device.client.link import GpuLink
+from lora_server.device.client.ends import HostEnds
+from lora_server.device.client.link import KernelLink
 from lora_server.device.host.connection import SlotsMemory
 from lora_server.device.host.kernel import IDLE_NS, ServeKernel
 from lora_server.device.protocol.codes import HANDLE_BITS
@@ -94,12 +95,12 @@ class LocalShard:
         self.store.adapters.drop(handle)
         self._free.append(handle + (1 << HANDLE_BITS))
 
-    def connect(self, handles: Iterable[int]) -> GpuLink:
+    def connect(self, handles: Iterable[int]) -> KernelLink:
         """A link of another client, which holds these adapters."""
         self.clients += 1
         self.port.grant(Grant(self.clients, EPOCH, KEY))
         self.port.hold(self.clients, handles)
-        return GpuLink(self.listener.address, Hello(self.clients, EPOCH, KEY), 0, self.gpu)
+        return KernelLink(self.gpu, HostEnds(self.listener.address, Hello(self.clients, EPOCH, KEY), 0, self.gpu))
 
     def stop(self) -> None:
         """End the kernel and its host's thread. Raises what ended them before, TimeoutError if they do not end."""

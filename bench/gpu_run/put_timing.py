@@ -15,7 +15,7 @@ from bench.kernels.models import Model
 from kernels_cuda.cuda import kernels
 from kernels_cuda.routing import router
 from lora_server.device.client import put as transport_put
-from lora_server.device.client.put import Put
+from lora_server.device.client.put import Put, PutPlace
 
 DEADLINE_SECONDS = 5.0
 ADAPTERS = 16
@@ -26,7 +26,7 @@ def step(
     x: torch.Tensor, order: torch.Tensor, target: torch.Tensor, word: torch.Tensor, value: int, finished: Any
 ) -> Put:
     """Make a put like those of cuda_ipc to a twin: target[i] = x[order[i]], then `value` goes to the word."""
-    return Put(x=x, to=target.data_ptr(), slot=0, signal=word.data_ptr(), value=value, finished=finished, rows_M=order)
+    return Put(x=x, to=target.data_ptr(), place=PutPlace(0, word.data_ptr(), value, finished), rows_M=order)
 
 
 class TimedPut:

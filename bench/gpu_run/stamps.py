@@ -7,13 +7,13 @@ import time
 import numpy as np
 import torch
 
-from lora_server.device.client.link import GpuLink
+from lora_server.device.client.link import KernelLink
 
 
 class Stamps:
     """Moments within a step, each taken when all that was launched before has ended."""
 
-    def __init__(self, link: GpuLink) -> None:
+    def __init__(self, link: KernelLink) -> None:
         self._link, self._on_gpu = link, link.device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._seconds: list[float] = []

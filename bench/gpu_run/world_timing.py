@@ -10,13 +10,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.gpu_run.served import Graph, Passes, Steps, by_link_us, timed_us
 from client_connector.remote import RemoteServer, RemoteSession
 from lora_server.device.client.link import KernelLink
-from lora_server.device.protocol.layout import CLIENT
 from lora_server.wire import slot
 
 WARM_UP = 3
@@ -83,12 +81,12 @@ def queued(link: KernelLink, launch: Callable[[], None]) -> Callable[[], None]:
 
 def raw_put(link: KernelLink, steps: Steps) -> Callable[[], None]:
     """Return a call that launches `link_send` for the newest step, whatever this PE's copy of the slot contains."""
-    state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
+    state = link.state.read()
     seq = int(state["pushed"])
     memory = bytearray(slot.HEADER_BYTES)
     steps.header(seq, slot.HAS_IN_MAP, request_bytes(steps) - slot.HEADER_BYTES).pack_into(memoryview(memory))
     link.gpu.write(int(state["request_slots"]) + seq % int(state["depth"]) * int(state["request_bytes"]), bytes(memory))
-    return queued(link, lambda: link.queue.launch("link_send", link.state.data_ptr(), seq))
+    return queued(link, lambda: link.queue.launch("link_send", link.state.address, seq))
 
 
 def median(times: list[float]) -> float:

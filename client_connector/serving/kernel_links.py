@@ -39,7 +39,7 @@ class KernelLinks:
         # in leader mode: the pass failed on a stage, see client.cuh
         self._failed = torch.zeros(self.terms.layout.pp, dtype=torch.int64, device=self.device)
         for shard, link in enumerate(links if self.is_led else ()):
-            link.be_led(live, self._failed[self.terms.layout.stage(shard) :])
+            link.state.be_led(live, self._failed[self.terms.layout.stage(shard) :])
         self.set_budget()
 
     @property
@@ -55,7 +55,7 @@ class KernelLinks:
     def look(self) -> None:
         """Look whether shards are alive, while kernels may wait for them."""
         for captured in self.captured:
-            captured.link.look()
+            captured.link.answers.look()
 
     def sent(self) -> list[int]:
         """Count the steps that kernels have put to each shard since it was joined."""
@@ -129,7 +129,7 @@ class KernelLinks:
 
 
 def _depth_of(links: Sequence[KernelLink]) -> int:
-    return min(link.depth for link in links)
+    return min(link.memory.sizes.depth for link in links)
 
 
 def _setting(terms: Terms, depth: int) -> str:

@@ -55,6 +55,7 @@ class Link(ABC):
     transport: str  # the chosen one, if `auto` was asked for
     device: torch.device | None = None  # activations on this device need not pass through the host
     unanswered = False  # of a closed link: a pushed step may still arrive
+    why_gone = "the shard closed the connection (it died, or it revoked this client's lease)"
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
         """Copy rows `rows_M` (int64 on the host, or int32 where x is) of x into a request. Raises ProtocolError.
@@ -113,8 +114,8 @@ class Link(ABC):
 
     def _gone(self, seq: int) -> ShardUnavailableError:
         return ShardUnavailableError(
-            f"shard {self.shard} slot {seq % self.region.layout.depth} seq {seq}: the shard closed the connection "
-            "(it died, or it revoked this client's lease); the next request joins anew"
+            f"shard {self.shard} slot {seq % self.region.layout.depth} seq {seq}: {self.why_gone}; the next request "
+            "joins anew"
         )
 
 

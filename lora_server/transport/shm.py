@@ -13,6 +13,7 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from typing_extensions import override
 
@@ -27,6 +28,8 @@ from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Welcome
 from lora_server.wire.region import Region, RegionLayout
 
+# maps the twin that a shard offers, by a descriptor or -1; returns whether rows lie there, and descriptors for it
+Prepare = Callable[[Region, Welcome, int], tuple[bool, list[int]]]
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -56,21 +59,22 @@ class ShmLink(Link):
         seconds: float = Timings.handshake,
         keep_seconds: float = Timings.region_keep,
         give_bytes: int = GIVE_BYTES,
+        prepare: Prepare | None = None,
     ) -> None:
-        """`keep_seconds`, `give_bytes`: see Slack."""
-        self._slack_limits = keep_seconds, give_bytes
+        """`keep_seconds`, `give_bytes`: see Slack. `prepare`: of a client with a device; see Prepare."""
         park.require_total_store_order()
         self.shard, self.epoch = shard, hello.epoch
         self._mapping: Mapping | None = None
         self._bell: Bell | None = None
         self._slack: Slack | None = None
-        self._offers: list[int] = []  # descriptors for the shard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(seconds)
             self._socket.connect(address)
             self._socket.send(messages.encode(hello))
-            self._shake_hands(hello)
+            mapping, has_to_stay = self._shake_hands(hello, prepare)
+            if not has_to_stay:
+                self._slack = Slack(mapping, self.region.layout, keep_seconds, give_bytes)
         except OSError as error:
             self.close()
             raise ShardUnavailableError(f"shard {shard} at {address}: {error.strerror or error}") from error
@@ -79,7 +83,8 @@ class ShmLink(Link):
             raise
         self._socket.setblocking(False)
 
-    def _shake_hands(self, hello: Hello) -> None:
+    def _shake_hands(self, hello: Hello, prepare: Prepare | None) -> tuple[Mapping, bool]:
+        """Map the region; return that, and whether a GPU uses its pages."""
         data, fds, _, _ = socket.recv_fds(self._socket, messages.MAX_MESSAGE_BYTES, 3)
         try:
             if not data:
@@ -89,28 +94,24 @@ class ShmLink(Link):
             if len(fds) != 2 + shares:
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors with {answer}")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
-            region = self._mapping = Mapping(layout.nbytes, fds[0])
-            self.region = Region(region.view, Region.read_geometry(region.view))
+            mapping = self._mapping = Mapping(layout.nbytes, fds[0])
+            self.region = Region(mapping.view, Region.read_geometry(mapping.view))
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
-            if not (hello.device or answer.pinned):
-                self._slack = Slack(region, self.region.layout, *self._slack_limits)
-            if hello.device:
-                twin = self._prepare(answer, fds[2] if shares else -1)
-                socket.send_fds(self._socket, [messages.encode(Mapped(twin))], self._offers)
+            if prepare is not None:
+                twin, offers = prepare(self.region, answer, fds[2] if shares else -1)
+                socket.send_fds(self._socket, [messages.encode(Mapped(twin))], offers)
+            return mapping, hello.device or answer.pinned
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _prepare(self, welcome: Welcome, fd: int) -> bool:
-        """Map the twin that the shard offers, in links with a device; return whether rows lie in it from now on."""
-        return False
-
     def push(self, seq: int, nbytes: int) -> None:
         """Store the signal; the payload is in place already."""
         self.region.request_signal[0] = slot.signal(self.epoch, seq)
-        self._ring()
+        self.ring()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Wake the shard if it sleeps."""
         if self._bell is not None:
             self._bell.ring()
 
@@ -119,7 +120,7 @@ class ShmLink(Link):
         """Wait as Link.wait does; checks after each bounded sleep whether the peer's socket is still open."""
         expected, word = slot.signal(self.epoch, seq), self.region.response_signal
         while not self._parker.wait(lambda: word[0] >= expected, deadline):
-            if not self._peer_alive() and word[0] < expected:
+            if not self.is_open() and word[0] < expected:
                 raise self._gone(seq)
             if time.monotonic() >= deadline:
                 raise self._timeout(seq)
@@ -129,7 +130,8 @@ class ShmLink(Link):
         if self._slack is not None:
             self._slack.consumed(request_bytes, response_bytes, idle)
 
-    def _peer_alive(self) -> bool:
+    def is_open(self) -> bool:
+        """Tell whether the shard keeps its end of the socket open."""
         try:
             return self._socket.recv(1) != b""
         except BlockingIOError:
@@ -139,7 +141,7 @@ class ShmLink(Link):
 
     @override
     def check(self) -> None:
-        if not self._peer_alive():
+        if not self.is_open():
             raise self._gone(self.responded() + 1)
 
     @override

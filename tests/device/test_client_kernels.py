@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from lora_server.device.client import put
-from lora_server.device.client.put import Put
+from lora_server.device.client.put import Put, PutPlace
 from lora_server.device.protocol import source
 from lora_server.device.protocol.layout import CLIENT
 from lora_server.transport import e4m3
@@ -227,7 +227,7 @@ def as_kernels_do(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = torch.zeros(rows, width, dtype=torch.float8_e4m3fn), torch.zeros(rows)
     said, finished = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     step = Put(
-        x=x_TK, to=codes.data_ptr(), slot=0, signal=said.data_ptr(), value=7, finished=finished, in_codes=True,
+        x=x_TK, to=codes.data_ptr(), place=PutPlace(0, said.data_ptr(), 7, finished), in_codes=True,
         rows_M=torch.arange(rows, dtype=torch.int32), scales=scales.data_ptr(),
     )  # fmt: skip
     emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=3, stack_bytes=32 << 10)
@@ -315,8 +315,9 @@ def test_a_gpus_instructions_make_the_same_bits(dtype):
     said, finished = torch.zeros(1, dtype=torch.int64, device=gpu), torch.zeros(1, dtype=torch.int32, device=gpu)
     rows, stream = torch.arange(64, dtype=torch.int32, device=gpu), torch.cuda.Stream()
     torch.cuda.synchronize()
-    addresses = {"to": codes.data_ptr(), "scales": scales.data_ptr(), "signal": said.data_ptr(), "slot": 0}
-    put.launch(Put(x=there, value=7, finished=finished, rows_M=rows, in_codes=True, **addresses), stream)
+    place = PutPlace(0, said.data_ptr(), 7, finished)
+    step = Put(x=there, to=codes.data_ptr(), place=place, rows_M=rows, in_codes=True, scales=scales.data_ptr())
+    put.launch(step, stream)
     stream.synchronize()
     same_bits(x, codes, scales)
     finite = x.isfinite().all(1)

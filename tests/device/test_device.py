@@ -36,7 +36,7 @@ from lora_server.units import Size
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.gpu import emulated
-from tests.support.gpu.emulated_link import EmulatedLink
+from tests.support.gpu.emulated_link import emulated_link
 from tests.support.gpu.emulated_server import EmulatedServer
 from tests.support.rig import Client
 from tests.support.stores import cpu_store, gather, load, paged_store
@@ -334,7 +334,7 @@ def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
     class Mixed(EmulatedServer):
         def connect(self, hello):
             near, far = self.listeners
-            link = EmulatedLink(near.address, hello, 0, twin="no")
+            link = emulated_link(near.address, hello, 0, twin="no")
             return [link, ShmLink(far.address, hello, 1)]
 
     server = Mixed(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1", max_step_rows=24)

@@ -18,12 +18,12 @@ from lora_server.adapters import open_adapter
 from lora_server.daemon import backends
 from lora_server.demo import tiny
 from lora_server.device.client.captured import Captured
-from lora_server.device.client.link import GpuLink
+from lora_server.device.client.ends import HostEnds
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Mailbox
 from lora_server.device.host.places import Places
 from lora_server.device.protocol.codes import COMMANDS, MAX_LINKS, CommandKind
-from lora_server.device.protocol.layout import CLIENT, SERVE, handle_of
+from lora_server.device.protocol.layout import SERVE, handle_of
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
@@ -184,7 +184,7 @@ class Added:
         return y
 
     def pushed(self) -> int:
-        return int(np.frombuffer(bytes(self.link.state.tolist()), CLIENT)["pushed"][0])
+        return int(self.link.state.read()["pushed"])
 
 
 def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
@@ -336,7 +336,7 @@ def test_a_shard_without_such_memory_says_so(tmp_path):
     listener = ShmListener(port, tmp_path / "shard.sock")
     port.grant(Grant(1, 1, b"key"))
     with pytest.raises(ConfigError, match="the shard does not compute on a GPU"):
-        GpuLink(listener.address, Hello(1, 1, b"key"), 0, emulated_gpu.EmulatedGpu())
+        HostEnds(listener.address, Hello(1, 1, b"key"), 0, emulated_gpu.EmulatedGpu())
     listener.close()
 
 

@@ -23,7 +23,7 @@ from lora_server.wire import messages
 from lora_server.wire.messages import Hello
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD, Echo
 from tests.support.gpu import emulated
-from tests.support.gpu.emulated_link import EmulatedLink, MemfdMemory
+from tests.support.gpu.emulated_link import MemfdMemory, emulated_link
 from tests.support.serving import until
 
 # `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
@@ -87,7 +87,7 @@ class EchoShard:
             link = InprocLink(self.port, hello, SHARD, self.serve_once)
         elif self.device is not None:
             twin = "must" if self.kind == "device twin" else "no"
-            link = EmulatedLink(address, hello, SHARD, **{"twin": twin, **device})
+            link = emulated_link(address, hello, SHARD, **{"twin": twin, **device})
         elif self.kind == "shm":
             link = ShmLink(address, hello, SHARD, seconds)
         else:

@@ -1,7 +1,8 @@
-"""What an engine's process runs.
+"""The side of a device's links that an engine's process runs.
 
-device_link    a client with activations on a device     put       its kernel: tables, rows, signal
-cuda_ipc       an engine on a GPU, on one host           imported_twin  GPU memory of a shard, mapped here
-link           one whose shard's kernel serves           captured  the same for CUDA graphs
-world_link     the same in NVSHMEM's world               links     opens them
+links     opens links                                    put       the put kernel: tables, rows, signal
+steps     arguments of a link's puts                     cuda_ipc  a link to a shard that its host serves
+link      a link to a shard that a kernel serves         ends      its ends: on this host, or in NVSHMEM's world
+state     its state block, and waits for answers         captured  its use in CUDA graphs
+imported_twin  GPU memory of a shard, mapped here
 """

@@ -1,4 +1,4 @@
-"""A link as an engine's CUDA graphs use it: put, wait and add are launches whose arguments never change.
+"""A link in an engine's CUDA graphs: put, wait and add are launches whose arguments never change.
 
     captured = Captured(link)
     site = captured.site(header, x, route, by_entry)   once, before the capture
@@ -16,9 +16,7 @@ is used like this or through Link, not both: here the GPU counts the steps.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import numpy as np
 import torch
 
 from kernels_cuda import routing
@@ -27,7 +25,6 @@ from kernels_cuda.routing import Choice, Route
 from lora_server.device.client.link import KernelLink
 from lora_server.device.client.put import VECTOR_BYTES
 from lora_server.device.protocol.codes import LinkStatus
-from lora_server.device.protocol.layout import CLIENT
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
@@ -57,17 +54,17 @@ class CapturedSite:
 
     @property
     def link(self) -> KernelLink:
-        """That it is put on now."""
+        """The link that it is put on now."""
         return self._captured.link
 
     def of(self, x_TK: torch.Tensor) -> CapturedSite:
-        """The same site, of a pass whose activations lie elsewhere; as many columns, of the same dtype."""
+        """Return the site for a pass whose activations lie elsewhere: as many columns, of the same dtype."""
         other = copy.copy(self)
         other._x = x_TK
         return other
 
     def put(self, choice: Choice | None = None) -> None:
-        """Sends the rows of the entries that the route has, if it has any, behind what the engine has queued.
+        """Send the rows of the entries that the route has, if it has any, after what the engine has queued.
 
         With a choice the route is made of it first.
         """
@@ -77,8 +74,8 @@ class CapturedSite:
         row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
         halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
         way = self._dtype if self._dtype.startswith("e4m3") else "halves" if halves else "vectors"
-        tensors = (link.state, self._seq, self._header, x, route.counts, route.segments, rows, route.row_N)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        tensors = (self._seq, self._header, x, route.counts, route.segments, rows, route.row_N)
+        pointers = [link.state.address, *(tensor.data_ptr() for tensor in tensors)]
         link.queue.follow_engine()
         if choice is not None:
             link.queue.launch("route", *routing.arguments(choice, route))
@@ -91,21 +88,21 @@ class CapturedSite:
         )
 
     def wait(self) -> None:
-        """Until the answer is there, the budget is over, or the watchdog says so: where nothing is added."""
+        """Wait, and add nothing, until the answer is there, the budget is over, or the watchdog ends it."""
         link = self._captured.link
-        link.queue.launch("link_wait", link.state.data_ptr(), self._seq.data_ptr())
+        link.queue.launch("link_wait", link.state.address, self._seq.data_ptr())
 
     def add(self, y: torch.Tensor, window: int = 0, column: int = 0) -> None:
-        """A window of the answer to columns [column, ..) of y: see `add_columns`."""
+        """Add a window of the answer to columns [column, ..) of y: see `add_columns`."""
         begin, end = self._windows[window]
         skip = sum(last - first for first, last in self._windows[:window])
         self.add_columns(y[:, column : column + end - begin], skip)
 
     def add_columns(self, y: torch.Tensor, skip: int) -> None:
-        """y += the answer's columns from `skip` on: a row per entry's pair, or per token, of the route; see `wait`.
+        """Add the answer's columns from `skip` on to y: a row per entry's pair, or per token, of the route; see `wait`.
 
-        Behind what the engine has queued; what it queues next waits for it. Raises ProtocolError for columns that the
-        kernel cannot add in pairs.
+        It follows what the engine has queued; what the engine queues next waits for it. Raises ProtocolError for
+        columns that the kernel cannot add in pairs.
         """
         count, (link, route) = y.shape[1], (self._captured.link, self._route)
         width = sum(last - first for first, last in self._windows)
@@ -117,60 +114,55 @@ class CapturedSite:
         rows = route.token_M if self._by_entry else route.pair_N
         assert rows is not None
         numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, 0, count, skip)
-        pointers = [tensor.data_ptr() for tensor in (link.state, self._seq, route.counts, rows)]
+        pointers = [link.state.address, *(tensor.data_ptr() for tensor in (self._seq, route.counts, rows))]
         link.queue.follow_engine()
         link.queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
         link.queue.lead_engine()
 
 
 class Captured:
-    """Of one link; see this module. `broken`: why the link is of no use any more, once `finish` has found that."""
+    """A link in CUDA graphs; see this module. `broken`: why it is of no use any more, once `finish` has found that."""
 
     def __init__(self, link: KernelLink) -> None:
         self.link = link
         self.broken: LoraServerError | None = None
 
     def site(self, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> CapturedSite:
-        """The launches of a site; `x_TK` and `route` are where each pass leaves what is to be sent."""
+        """Return the launches of a site; each pass leaves what is to be sent in `x_TK` and `route`."""
         return CapturedSite(self, header, x_TK, route, by_entry)
 
     def take_over(self, newer: KernelLink) -> None:
-        """What was captured, and what is launched from now on, is the newer link's; this one's is closed."""
-        newer.take_over(self.link)
+        """Go on with a newer link, also in what was captured; the present one is closed."""
+        newer.state.take_over(self.link.state)
         self.link, self.broken = newer, None
 
     def begin(self, seconds: float) -> None:
-        """Before a pass, or the first of many: how long each of its waits may take."""
-        self.link.tell({"budget_ns": round(seconds * 1e9)})
+        """Set how long each wait may take, before a pass or the first of many."""
+        self.link.state.tell({"budget_ns": round(seconds * 1e9)})
 
     def finish(self) -> None:
-        """After each pass, once it is done: raises the error that a shard answered with, or why the link is broken."""
-        state = self._state()
+        """Raise the error that a shard answered with, or why the link is broken; call it after each pass."""
+        state = self.link.state.read()
         status, seq = LinkStatus(int(state["status"])), int(state["status_seq"])
         if status is LinkStatus.OK:
             return
         if status is not LinkStatus.FAILED:
             self.broken = self.link.failure(status, seq)
             raise self.broken
-        self.link.tell({"status": LinkStatus.OK})
+        self.link.state.tell({"status": LinkStatus.OK})
         raise _refusal(self.link, seq)
 
     def pushed(self) -> int:
-        """How many steps kernels have put on this link."""
-        return int(self._state()["pushed"])
+        """Count the steps that kernels have put on this link."""
+        return int(self.link.state.read()["pushed"])
 
     def last(self) -> RequestHeader:
-        """Of the newest of them, as it was put."""
+        """Return the header of the newest of them, as it was put."""
         return self.link.sent(self.pushed())
-
-    def _state(self) -> Any:
-        """The link's state block, as CLIENT."""
-        link = self.link
-        return np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
 
 
 def _refusal(link: KernelLink, seq: int) -> LoraServerError:
-    memory = link.gpu.read(link.response_address(seq), 2 * slot.HEADER_BYTES)
+    memory = link.gpu.read(link.memory.response_at(seq), 2 * slot.HEADER_BYTES)
     header = ResponseHeader.unpack_from(memoryview(bytearray(memory)))
     code, _, message = memory[slot.HEADER_BYTES :][: header.payload_bytes].decode(errors="replace").partition("\n")
     return rebuild(code, message)

@@ -12,92 +12,143 @@ The host launches on one side, and waits for answers on the other: see Link.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Literal
 
+import msgspec
 import structlog
 import torch
 from typing_extensions import override
 
-from kernels_cuda.routing import Choice, router
+from kernels_cuda.routing import Choice, Route, router
 from lora_server.device.client import put
-from lora_server.device.client.device_link import DeviceLink
 from lora_server.device.client.imported_twin import ImportedTwin
+from lora_server.device.client.put import Put
+from lora_server.device.client.steps import DeviceSteps
 from lora_server.device.protocol.pinned import Pinned
 from lora_server.errors import ConfigError
+from lora_server.transport.base import Link
+from lora_server.transport.rows import TwinRows
+from lora_server.transport.shm import ShmLink
 from lora_server.wire.messages import Hello, Welcome
-from lora_server.wire.region import PAGE_BYTES, RegionLayout
+from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.slot import RequestHeader
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch takes the nearest
 log = structlog.get_logger()
 
 
-class IpcLink(DeviceLink):
-    """The client's end; see DeviceLink. `twin`: whether rows must, may or shall not lie in the shard's GPU memory."""
+class CudaPuts:
+    """A GPU as one link uses it: maps and pins memory, and puts steps in order, beside the engine's own work."""
 
-    def __init__(
-        self, address: str, hello: Hello, shard: int, device: torch.device, twin: Literal["must", "may", "no"]
-    ) -> None:
-        """Raises ConfigError without a twin that there must be, or where the region cannot be pinned."""
-        self._wanted = twin
-        self._imported: ImportedTwin | None = None
-        self._pinned: Pinned | None = None
-        self._stream = torch.cuda.Stream(device, priority=HIGHEST)
-        put.try_out(self._stream, device)
+    def __init__(self, device: torch.device) -> None:
+        """Raises as CuPy does."""
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=HIGHEST)
+        self._held: list[ImportedTwin | Pinned] = []
+        put.try_out(self.stream, device)
         router(device)  # compiled now, not in the first step
-        with torch.cuda.stream(self._stream):  # what it makes is there before the first step is
-            super().__init__(address, hello, shard, device, twin != "no")
 
-    @override
-    def _prepare(self, welcome: Welcome, fd: int) -> bool:
-        if self._wanted != "no":
-            try:
-                self._imported = ImportedTwin(welcome, fd, self.region.layout, self.device)
-            except ConfigError as error:
-                if self._wanted == "must":
-                    raise
-                log.warning("rows go through host memory", shard=self.shard, reason=str(error))
-            else:
-                self.twin = self._imported.rows
-        layout = self.region.layout
-        self._pinned = Pinned(self.region.memory, _used_parts(layout, self.twin is not None), self.device)
-        self._signal = self._pinned.pointer(0)
-        self._slots = [self._pinned.pointer(PAGE_BYTES + i * layout.request_bytes) for i in range(layout.depth)]
-        return self.twin is not None
+    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> TwinRows:
+        """Map the twin that a shard offers. Raises ConfigError."""
+        twin = ImportedTwin(welcome, fd, layout, self.device)
+        self._held.append(twin)
+        return twin.rows
 
-    @override
-    def _address(self, seq: int | None) -> int:
-        return self._signal if seq is None else self._slots[seq % len(self._slots)]
+    def pin(self, memory: memoryview, parts: list[tuple[int, int]]) -> Callable[[int], int]:
+        """Let kernels use parts of host memory; return the address of an offset as a function. Raises ConfigError."""
+        pinned = Pinned(memory, parts, self.device)
+        self._held.append(pinned)
+        return pinned.pointer
 
-    @override
-    def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
-        return rows_M.pin_memory().to(self.device, non_blocking=True)
-
-    @override
-    def _launch(self, step: put.Put, choice: Choice | None) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+    def launch(self, step: Put, choice: Choice | None) -> None:
+        """Route, if there is a choice, and put: after what the engine has queued. Does not wait."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in (step.x, step.rows_M, *(choice.tensors if choice is not None else ())):
             if tensor is not None:
-                tensor.record_stream(self._stream)
+                tensor.record_stream(self.stream)
         if choice is not None:
             assert step.route is not None
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.stream):
                 router(self.device).launch(choice, step.route)
-        put.launch(step, self._stream)
+        put.launch(step, self.stream)
+
+    def close(self) -> None:
+        """Unmap and unpin, once the kernels have ended, as those of a lost GPU have. Idempotent."""
+        if self._held:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+        while self._held:
+            with contextlib.suppress(RuntimeError):
+                self._held.pop(0).close()
+
+
+class IpcLink(Link):
+    """The client's end; see Link. Shared memory carries the handshake, the headers and the answers' signals."""
+
+    def __init__(
+        self, address: str, hello: Hello, shard: int, puts: CudaPuts, twin: Literal["must", "may", "no"]
+    ) -> None:
+        """`twin`: whether rows must, may or shall not lie in the shard's GPU memory. Owns `puts`.
+
+        Raises ConfigError without a twin that there must be, or where the region cannot be pinned.
+        """
+        self.shard, self.epoch, self.device, self._puts = shard, hello.epoch, puts.device, puts
+        asks = msgspec.structs.replace(hello, device=True, twin=twin != "no")
+        try:
+            self.shm = ShmLink(address, asks, shard, prepare=lambda *offer: self._prepare(twin, *offer))
+        except BaseException:
+            puts.close()
+            raise
+
+    def _prepare(self, wanted: str, region: Region, welcome: Welcome, fd: int) -> tuple[bool, list[int]]:
+        self.region, layout = region, region.layout
+        twin = None if wanted == "no" else self._map(wanted, welcome, fd)
+        used = [(0, layout.nbytes)] if twin is None else [(0, PAGE_BYTES), *layout.tables()]
+        address_of = self._puts.pin(region.memory, used)
+        slots = [address_of(PAGE_BYTES + i * layout.request_bytes) for i in range(layout.depth)]
+        self._steps = DeviceSteps(self._puts.device, self.epoch, slots, address_of(0), twin)
+        self.transport = "shm"
+        if twin is not None:
+            self.transport, self.rows = "cuda_ipc", twin
+        return twin is not None, []
+
+    def _map(self, wanted: str, welcome: Welcome, fd: int) -> TwinRows | None:
+        try:
+            return self._puts.map(welcome, fd, self.region.layout)
+        except ConfigError as error:
+            if wanted == "must":
+                raise
+            log.warning("rows go through host memory", shard=self.shard, reason=str(error))
+            return None
+
+    @override
+    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        self._steps.put_rows(header, x_TK, rows_M)
+
+    @override
+    def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
+        self._steps.put_routed(header, x_TK, choice, by_entry)
+
+    @override
+    def routed(self, seq: int) -> Route:
+        return self._steps.routed(seq)
+
+    @override
+    def push(self, seq: int, nbytes: int) -> None:
+        """Launch the put; without rows it only signals, behind the steps that were pushed before."""
+        self._puts.launch(*self._steps.take(seq))
+        self.shm.ring()
+
+    @override
+    def wait(self, seq: int, deadline: float) -> None:
+        self.shm.wait(seq, deadline)
+
+    @override
+    def check(self) -> None:
+        self.shm.check()
 
     @override
     def close(self) -> None:
-        """Unmaps after what uses the memory has ended; a GPU that is lost to this process has ended it all."""
-        held = [one for one in (self._imported, self._pinned) if one is not None]
-        self._imported = self._pinned = None
-        if held:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
-        for one in held:
-            with contextlib.suppress(RuntimeError):
-                one.close()
-        super().close()
-
-
-def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
-    """Return the parts of a region that a GPU accesses: all of it, or with a twin all but the rows."""
-    return [(0, PAGE_BYTES), *layout.tables()] if twin else [(0, layout.nbytes)]
+        self._puts.close()
+        self.shm.close()

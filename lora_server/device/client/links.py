@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from lora_server.device.client.cuda_ipc import IpcLink
-from lora_server.device.client.link import GpuLink
-from lora_server.device.client.world_link import WorldLink
+from lora_server.device.client.cuda_ipc import CudaPuts, IpcLink
+from lora_server.device.client.ends import HostEnds, WorldEnds
+from lora_server.device.client.link import KernelLink
 from lora_server.device.nvshmem.opened import world_gpu_of
 from lora_server.device.nvshmem.world import World, entered
 from lora_server.device.protocol.opened import gpu_of
@@ -21,15 +21,17 @@ from lora_server.wire.terms import Terms
 
 
 def open_gpu(address: str, hello: Hello, shard: int, device: str) -> Link:
-    """Return a link to a shard of this host whose kernel serves. Raises ConfigError, ShardUnavailableError."""
-    return GpuLink(address, hello, shard, gpu_of(torch.device(device)))
+    """Return a link to a shard of this host that a kernel serves. Raises ConfigError, ShardUnavailableError."""
+    gpu = gpu_of(torch.device(device))
+    return KernelLink(gpu, HostEnds(address, hello, shard, gpu))
 
 
 def open_cuda_ipc(address: str, hello: Hello, shard: int, device: str, twin: Literal["must", "may", "no"]) -> Link:
-    """Return a link to a shard of this host whose host serves; `twin`: see IpcLink. Raises as CuPy does."""
+    """Return a link to a shard of this host that its host serves; `twin`: see IpcLink. Raises as CuPy does."""
     index = torch.device(device).index
-    gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return IpcLink(address, hello, shard, gpu, twin)
+    puts = CudaPuts(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+    with torch.cuda.stream(puts.stream):  # what the link makes is there before its first step is
+        return IpcLink(address, hello, shard, puts, twin)
 
 
 def place_in_world(device: str) -> pb.Place:
@@ -46,4 +48,5 @@ def open_world(place: pb.Place, terms: Terms, device: str, is_served: Callable[[
     layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, terms.wire)
     shards = terms.layout.num_shards
     world = entered.enter(World(world_gpu_of(torch.device(device)), place, shards, layout))
-    return [WorldLink(world, terms.client, terms.epoch, shard, is_served) for shard in range(shards)]
+    ends = [WorldEnds(world, terms.client, terms.epoch, shard, is_served) for shard in range(shards)]
+    return [KernelLink(world.gpu, one) for one in ends]

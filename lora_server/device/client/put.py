@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,22 +24,27 @@ TO_CODES = {dtype: f"put_e4m3_{name}" for dtype, name in (DTYPE_NAMES | {torch.f
 KERNELS = ("put_vectors", "put_halves", *TO_CODES.values())
 
 
+class PutPlace(NamedTuple):
+    """The place of a step: addresses of its slot and of the signal, which becomes `value`; finished: int32 [1], 0."""
+
+    slot: int
+    signal: int
+    value: int
+    finished: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Put:
     """One step. Addresses are the device's; `to` is 0 where rows lie behind the tables of the slot.
 
     x: [.., K] 16- or 32-bit, rows contiguous;  rows_M int32 on the device, rows of x, which is null if routed
     by_entry: of a routed step: a row per entry, weighted and summed per token, instead of a row per token
-    finished: int32 [1], 0
     in_codes: rows travel as e4m3; `scales` is where those of the rows at `to` go
     """
 
     x: torch.Tensor
     to: int
-    slot: int
-    signal: int
-    value: int
-    finished: torch.Tensor
+    place: PutPlace
     rows_M: torch.Tensor | None = None
     route: Route | None = None
     by_entry: bool = False
@@ -48,11 +53,11 @@ class Put:
 
     @property
     def kernel(self) -> str:
-        """16 bytes at a time where all addresses and sizes are multiples of that."""
+        """The kernel's name: 16 bytes at a time where all addresses and sizes are multiples of that."""
         x = self.x
         if self.in_codes:
             return TO_CODES[x.dtype]
-        parts = (x.data_ptr(), self.to, self.slot, self._row_bytes, x.stride(0) * x.element_size())
+        parts = (x.data_ptr(), self.to, self.place.slot, self._row_bytes, x.stride(0) * x.element_size())
         return "put_halves" if any(part % VECTOR_BYTES for part in parts) else "put_vectors"
 
     @property
@@ -66,8 +71,8 @@ class Put:
         return self.x.shape[1] * self.x.element_size()
 
     def arguments(self) -> list[int]:
-        """The kernel's, all 64 bits wide. Raises ValueError for what it cannot take."""
-        x, route = self.x, self.route
+        """Return the kernel's arguments, all 64 bits wide. Raises ValueError for what it cannot take."""
+        x, route, place = self.x, self.route, self.place
         if x.dim() != 2 or x.stride(1) != 1:
             raise ValueError(f"got activations of {tuple(x.shape)} with strides {x.stride()}, expected contiguous rows")
         if self.in_codes and x.dtype not in TO_CODES:
@@ -85,8 +90,8 @@ class Put:
                 raise ValueError(f"{name} is {table.dtype}, expected int32, contiguous")
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (counts, segments, row_map, weights)]
         assert rows is not None
-        step = [x.data_ptr(), rows.data_ptr(), self.to, self.slot, *pointers]
-        done = [self.finished.data_ptr(), self.signal, self.value]
+        step = [x.data_ptr(), rows.data_ptr(), self.to, place.slot, *pointers]
+        done = [place.finished.data_ptr(), place.signal, place.value]
         return [*step, *done, len(rows), self._row_bytes, x.stride(0) * x.element_size(), self.scales]
 
 
@@ -100,7 +105,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
 
 def try_out(stream: torch.cuda.Stream, device: torch.device) -> None:
-    """One put of no rows, so that what cannot work fails here, and nothing is compiled in the first step.
+    """Put no rows, so that what cannot work fails here, and nothing is compiled in the first step.
 
     Raises ImportError, RuntimeError, or whatever a CuPy raises that is broken or too old.
     """
@@ -110,7 +115,7 @@ def try_out(stream: torch.cuda.Stream, device: torch.device) -> None:
             torch.zeros(2, dtype=torch.int32, device=device),
         )
         said = torch.zeros(1, dtype=torch.int64, device=device)
-    step = Put(x=x, to=0, slot=0, signal=said.data_ptr(), value=7, finished=finished, rows_M=finished[:0])
+    step = Put(x=x, to=0, place=PutPlace(0, said.data_ptr(), 7, finished), rows_M=finished[:0])
     launch(step, stream)
     stream.synchronize()
     if int(said) != 7:

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.launch import DTYPE_NAMES
+from lora_server.device.protocol.gpu import Memory
 from lora_server.device.protocol.layout import HERE
 from lora_server.errors import ProtocolError
 from lora_server.transport.rows import TORCH_DTYPES, Rows
@@ -70,6 +71,22 @@ class SlotSizes(NamedTuple):
             "response_bytes": self.response,
             "pe": pe,
         }
+
+
+class LinkMemory(NamedTuple):
+    """The memory of both ends of a link, as one process's GPU sees it."""
+
+    sizes: SlotSizes
+    requests: Memory
+    responses: Memory
+
+    def request_at(self, seq: int) -> int:
+        """Return the address of a step's request."""
+        return self.requests.address + self.sizes.request_at(seq)
+
+    def response_at(self, seq: int) -> int:
+        """Return the address of a step's response."""
+        return self.responses.address + self.sizes.response_at(seq)
 
 
 class GpuRows(Rows):

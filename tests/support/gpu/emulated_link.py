@@ -14,7 +14,7 @@ import torch
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import Choice
-from lora_server.device.client.device_link import DeviceLink
+from lora_server.device.client.cuda_ipc import IpcLink
 from lora_server.device.client.put import Put
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.mapping import Mapping
@@ -71,29 +71,35 @@ class MemfdMemory:
         return unpin
 
 
-class EmulatedLink(DeviceLink):
-    """See DeviceLink. `can_map`: whether this client's device can map a twin; without, it fails or takes the slots."""
+class EmulatedPuts:
+    """See CudaPuts. `can_map`: whether this client's device can map a twin."""
 
-    def __init__(self, address: str, hello: Hello, shard: int, *, twin: str = "must", can_map: bool = True) -> None:
-        self._wanted, self._can_map = twin, can_map
-        super().__init__(address, hello, shard, CPU, twin != "no")
+    device = CPU
 
-    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+    def __init__(self, can_map: bool) -> None:
+        self._can_map = can_map
+
+    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> TwinRows:
         self.welcome = welcome
-        if welcome.twin and self._can_map and self._wanted != "no":
-            self.twin = _rows(Mapping(twin_bytes(self.region.layout), fd), self.region.layout)
-        elif self._wanted == "must":
+        if not (welcome.twin and self._can_map):
             raise ConfigError(f"no twin: {welcome.why or 'this device cannot map it'}")
-        return self.twin is not None
+        return _rows(Mapping(twin_bytes(layout), fd), layout)
 
-    def _address(self, seq: int | None) -> int:
-        memory = self.region.memory[:8] if seq is None else self.region.request(seq)
-        return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    def pin(self, memory: memoryview, parts: list[tuple[int, int]]) -> Callable[[int], int]:
+        begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        return lambda offset: begin + offset
 
-    def _launch(self, step: Put, choice: Choice | None) -> None:
+    def launch(self, step: Put, choice: Choice | None) -> None:
         assert all(t is None or t.device == self.device for t in (step.x, step.rows_M))
         if choice is not None:
             assert step.route is not None
             values = routing.arguments(choice, step.route)
             emulated.run("route", values, ROUTE, source="route.cu", stack_bytes=STACK_BYTES)
         emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=2, stack_bytes=STACK_BYTES)
+
+    def close(self) -> None:
+        """Keep nothing mapped: views of the memory do."""
+
+
+def emulated_link(address: str, hello: Hello, shard: int, *, twin: str = "must", can_map: bool = True) -> IpcLink:
+    return IpcLink(address, hello, shard, EmulatedPuts(can_map), twin)

@@ -11,7 +11,7 @@ from lora_server.spec import ModelSpec
 from lora_server.transport.base import DeviceMemory, Link
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
-from tests.support.gpu.emulated_link import EmulatedLink, MemfdMemory
+from tests.support.gpu.emulated_link import MemfdMemory, emulated_link
 
 
 class EmulatedServer(InprocServer):
@@ -32,7 +32,7 @@ class EmulatedServer(InprocServer):
             thread.start()
 
     def connect(self, hello: Hello) -> list[Link]:
-        return [EmulatedLink(one.address, hello, index, twin=self.twin) for index, one in enumerate(self.listeners)]
+        return [emulated_link(one.address, hello, index, twin=self.twin) for index, one in enumerate(self.listeners)]
 
     def close(self) -> None:
         self._stop.set()

@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from lora_server.device.client.world_link import WorldLink
+from lora_server.device.client.ends import WorldEnds
+from lora_server.device.client.link import KernelLink
 from lora_server.device.nvshmem.world import World, WorldGpu
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import slot
@@ -37,9 +38,9 @@ def play(gpu: WorldGpu, rank: int, size: int, uid: bytes) -> str:
     world.enter(SECONDS)
     sizes = world.heap.sizes
     if rank == size - 1:
-        link = WorldLink(world, CLIENT, EPOCH, 0, lambda: True)
+        link = KernelLink(gpu, WorldEnds(world, CLIENT, EPOCH, 0, lambda: True))
         gpu.write(world.link(0)[0].address + sizes.request_at(SEQ), request())
-        link.queue.launch("link_send", link.state.data_ptr(), SEQ)
+        link.queue.launch("link_send", link.state.address, SEQ)
         deadline = time.monotonic() + SECONDS
         while not link.queue.is_idle():
             assert time.monotonic() < deadline, "the put does not end"
