@@ -73,7 +73,8 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         import cupy
 
-        from lora_server.device.protocol.cuda import LINK, PUT_BLOCKS, open_cuda
+        from lora_server.device.protocol.cuda import open_cuda
+        from lora_server.device.protocol.cuda_kernels import LINK, PUT_BLOCKS
 
         self.device, self.blocks, self.threads = device, PUT_BLOCKS, 32 * LINK.warps
         self.gpu: Any = open_cuda(device)

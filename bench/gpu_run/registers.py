@@ -18,12 +18,12 @@ def of_serving() -> dict[str, Any]:
     of: dict[str, int] = {}
     for kernel, source in gpu.kernels.items():
         if source in (*SERVES, "link.cu", "put.cu"):
-            of[kernel] = int(gpu._function(kernel).num_regs)
-    shared = {source: gpu._shared_bytes(source) for source in set(gpu.kernels.values())}
+            of[kernel] = int(gpu.functions.function(kernel).num_regs)
+    shared = {source: gpu.functions.shared_bytes(source) for source in set(gpu.kernels.values())}
 
     def block(kernel: str) -> ThreadBlock:
         source = gpu.kernels[kernel]
-        warps = 1 if kernel in ONE_WARP else gpu._variant(source).warps + (source in SERVES)
+        warps = 1 if kernel in ONE_WARP else gpu.functions.variant(source).warps + (source in SERVES)
         return ThreadBlock(warps, of[kernel], shared[source])
 
     serving = [kernel for kernel in of if gpu.kernels[kernel] in SERVES]

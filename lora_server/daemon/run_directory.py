@@ -115,7 +115,7 @@ def hold(directory: Path) -> int:
 
 
 def leave(directory: Path, held: int) -> None:
-    """Remove a directory whose node was killed, unless another process still uses it."""
+    """Remove the directory of a killed node, unless another process still uses it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)

@@ -58,7 +58,7 @@ class ShardListeners:
 
     @property
     def endpoint(self) -> pb.Endpoint:
-        """Where clients find this shard."""
+        """The endpoint at which clients find this shard."""
         return pb.Endpoint(
             shard=self.config.shard,
             host=host_identity(),
@@ -101,7 +101,7 @@ class ShardListeners:
 
 
 class ServingParts:
-    """What serves a shard's steps: its loop or the host of its kernel, its role in its stage, its NVSHMEM world."""
+    """The parts that serve a shard's steps: its loop or its kernel's host, its role in its stage, its NVSHMEM world."""
 
     def __init__(
         self, config: ProcessConfig, placement: Placement, listeners: ShardListeners, fetcher: Fetcher

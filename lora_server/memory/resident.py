@@ -63,5 +63,5 @@ def resident_tier(
 ) -> PagedTier:
     """Make a tier with blocks that the kernel finds by itself. Raises ConfigError for a dtype that it does not have."""
     tier = PagedTier(placement, shard, dtype, pool, KernelDirectory(kernel, placement, shard))
-    kernel.read_blocks(tier.rows.table.tensor)
+    kernel.arguments.point("blocks", tier.rows.table.tensor)
     return tier

@@ -73,7 +73,7 @@ class KernelClients:
         for seat in [one for one in self.leaving if self._kernel.mailbox.holds(one.leaving or 0)]:
             self.leaving.remove(seat)
             self._give_up(seat)
-            self._kernel.hold(seat.link, frozenset())
+            self._kernel.arguments.holds.hold(seat.link, frozenset())
             heapq.heappush(self.free, seat.link)
         for connection in here:
             if connection not in self.seats:
@@ -123,14 +123,14 @@ class KernelClients:
         self.at[seat.link] = seat
         self._kernel.reserve_link(seat.link)
         self._hold(seat)
-        self._post(CommandKind.CONNECT, seat.link, self._kernel.connect_words(seat.link, end.words))
+        self._post(CommandKind.CONNECT, seat.link, self._kernel.arguments.connect_words(seat.link, end.words))
 
     def _hold(self, seat: KernelSeat) -> None:
         """Tell the kernel which handles the client's steps may name."""
         own, lent = self._port.held(seat.connection.client)
         if own is not seat.held[0] or lent is not seat.held[1]:
             seat.held = own, lent
-            self._kernel.hold(seat.link, own | lent)
+            self._kernel.arguments.holds.hold(seat.link, own | lent)
 
     def _post(self, kind: CommandKind, link: int, words: list[int]) -> int:
         """Post a command. A kernel that has left takes none until this thread has launched it again."""

@@ -22,6 +22,7 @@ from typing_extensions import override
 from kernels_cuda.residency import LANES
 from lora_server.device.host.kernel import ServeKernel
 from lora_server.device.host.mailbox import TAKEN_SECONDS
+from lora_server.device.protocol.codes import KernelRole
 from lora_server.device.protocol.gpu import Memory
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
@@ -43,8 +44,8 @@ class KernelLeader(StageRole):
     def __init__(self, kernel: ServeKernel, path: Path, handshake_seconds: float = Timings.handshake) -> None:
         self._kernel, self._handshake_seconds = kernel, handshake_seconds
         self.address, self.badge = str(path), new_badge()
-        kernel.lead(())
         self._tables: dict[socket.socket, Memory] = {}
+        self._lead()
         self._unauthenticated: dict[socket.socket, float] = {}  # deadline of each
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(str(path))
@@ -104,9 +105,9 @@ class KernelLeader(StageRole):
                 os.close(fd)
 
     def _admit(self, sock: socket.socket, fd: int) -> None:
-        table = self._kernel.gpu.map(fd, self._kernel.numbers_bytes)
+        table = self._kernel.gpu.map(fd, self._kernel.arguments.numbers_bytes)
         try:
-            self._kernel.lead([one.address for one in (*self._tables.values(), table)])
+            self._lead(table)
         except BaseException:
             table.close()
             raise
@@ -114,13 +115,18 @@ class KernelLeader(StageRole):
         self._tables[sock] = table
         sock.send(HEARD)
 
+    def _lead(self, *more: Memory) -> None:
+        """Have the kernel store numbers into the followers' tables."""
+        addresses = [one.address for one in (*self._tables.values(), *more)]
+        self._kernel.between(lambda: self._kernel.arguments.lead(addresses))
+
     def _end(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
         self._unauthenticated.pop(sock, None)
         table = self._tables.pop(sock, None)
         sock.close()
         if table is not None:
-            self._kernel.lead([one.address for one in self._tables.values()])  # before it is unmapped
+            self._lead()  # before it is unmapped
             table.close()
 
     @override
@@ -142,7 +148,7 @@ class KernelFollower(StageRole):
     def __init__(self, shard: int, kernel: ServeKernel, handshake_seconds: float = Timings.handshake) -> None:
         self._shard, self._kernel, self._leader = shard, kernel, ("", b"")
         self._heard_seconds = handshake_seconds + TAKEN_SECONDS  # within which a leader's kernel takes a table
-        kernel.follow(0)
+        self._follow(0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -153,6 +159,10 @@ class KernelFollower(StageRole):
             self._leader, self._stop = (address, badge), threading.Event()
             self._thread = threading.Thread(target=self._run, args=(self._stop,), name="numbers", daemon=True)
             self._thread.start()
+
+    def _follow(self, table: int) -> None:
+        """Have the kernel serve only steps with a number in this table, the least first; 0: none."""
+        self._kernel.between(lambda: self._kernel.arguments.set(role=KernelRole.FOLLOWS, numbers=table))
 
     def _run(self, stop: threading.Event) -> None:
         say = Repeats(log.info)
@@ -168,13 +178,13 @@ class KernelFollower(StageRole):
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock:
             sock.settimeout(RETRY_SECONDS)
             sock.connect(self._leader[0])
-            table = self._kernel.gpu.create(self._kernel.numbers_bytes)
+            table = self._kernel.gpu.create(self._kernel.arguments.numbers_bytes)
             try:
-                self._kernel.follow(table.address)
+                self._follow(table.address)
                 socket.send_fds(sock, [messages.encode(Numbers(self._shard, self._leader[1]))], [table.fd])
                 self._listen(sock, stop)
             finally:
-                self._kernel.follow(0)
+                self._follow(0)
                 table.close()
 
     def _listen(self, sock: socket.socket, stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""What a client proves, agrees on with the server, and holds."""
+"""A client's lease, the terms that it agrees on with the server, and the adapters that it holds."""
 
 from __future__ import annotations
 

@@ -141,13 +141,13 @@ def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, steps):
 
 def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
     """The first of the second 32 makes room for them between two launches; who was there keeps its place."""
-    handle, before = host.load(tiny_adapters["all"]), int(host.kernel._host[0]["num_links"])
+    handle, before = host.load(tiny_adapters["all"]), host.kernel.arguments["num_links"]
     clients = [host.join(handle) for _ in range(LANES + 2)]
     first = clients[0].step()
     for one in (*reversed(clients), *clients):
         assert torch.equal(one.step(), first)
     until(lambda: len(host.host.clients.seats) == len(clients), "those of other tests have gone")
-    assert before == LANES and host.kernel._host[0]["num_links"] == 2 * LANES
+    assert before == LANES and host.kernel.arguments["num_links"] == 2 * LANES
     for one in clients[:-1]:
         one.link.close()
     until(lambda: len(host.host.clients.free) == MAX_LINKS - 1, "they went")
@@ -269,7 +269,7 @@ def test_at_the_end_who_waits_hears_of_it(tmp_path, tiny_adapters):
     host.tier.know(handle_of(9, 1))
     steps = host.join(handle_of(9, 1))
     sent = steps.push()
-    until(lambda: np.frombuffer(bytes(host.kernel._serve.tolist()), SERVE)["tickets"][0] == 1, "it was taken")
+    until(lambda: np.frombuffer(bytes(host.kernel.arguments._there.tolist()), SERVE)["tickets"][0] == 1, "it was taken")
     host.stop()
     assert steps.answer(sent) == "shard_unavailable"
     steps.link.close()
@@ -321,8 +321,8 @@ def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
 
 def test_places_grow_between_two_launches():
     sizes, gpu = [], emulated_gpu.EmulatedGpu()
-    read, between = lambda places: sizes.append(len(places)), lambda action: action()
-    places = Places(SimpleNamespace(gpu=gpu, read_places=read, between=between), places=4)
+    arguments = SimpleNamespace(point=lambda name, places: sizes.append(len(places)))
+    places = Places(SimpleNamespace(gpu=gpu, arguments=arguments, between=lambda action: action()), places=4)
     rows = np.arange(6, dtype=np.int32).reshape(3, 2)
     assert [places.put(handle, rows) for handle in (1, 1, 2)] == [0, 3, 6] and sizes == [4, 8, 16]
     assert np.array_equal(places._device[6:9].numpy(), rows) and np.array_equal(places._device[:3].numpy(), rows)

@@ -12,7 +12,7 @@ from bench.gpu_build import HOPPER, SERVE_SHARED_BYTES, Job, Usage
 from kernels_cuda.heuristics import choose
 from kernels_cuda.residency import LANES, PARTITION_REGISTERS, PARTITIONS, SERVE_WARPS, ThreadBlock, fit, most_registers
 from lora_server.device.protocol.codes import LinkStatus
-from lora_server.device.protocol.cuda import SERVE_OWN_BYTES
+from lora_server.device.protocol.cuda_kernels import SERVE_OWN_BYTES
 from tests.support.gpu import emulated, gpu_world
 from tests.support.gpu.gpu_clients import GpuClient
 from tests.support.gpu.gpu_schedules import drive

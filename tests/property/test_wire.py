@@ -309,17 +309,17 @@ def test_a_gpus_client_registers_tables_and_heads_of_answers(tmp_path, tiny_adap
     host, before = Host(tmp_path), list(emulated_gpu.PINNED)
     steps = host.join(host.load(tiny_adapters["all"]))
     link, layout = steps.link, steps.link.region.layout
-    begin, home = emulated_gpu._address(link.region.memory), emulated_gpu._address(link._home)
+    begin, home = emulated_gpu._address(link.region.memory), emulated_gpu._address(link.answers._page)
     ours = [part for part in emulated_gpu.PINNED if part not in before]
     parts = [(begin + first, begin + end) for first, end in (*layout.tables(), *layout.answers())]
-    assert ours == [(home, home + PAGE_BYTES), *parts]
+    assert ours == [*parts, (home, home + PAGE_BYTES)]
     assert sum(end - first for first, end in ours) < layout.nbytes
     assert isinstance(steps.step(), torch.Tensor)
     steps.handle += 1
     assert steps.step(seconds=0.2) == "unknown_adapter", "with its text"
     for other in (link.region.request(0)[PAGE_BYTES:], link.region.memory[:128]):
         with pytest.raises(RuntimeError, match="not pinned"):
-            link.queue.send(link.response_address(0), other)
+            link.queue.send(link.memory.response_at(0), other)
     link.close()
     assert before == emulated_gpu.PINNED
     host.close()

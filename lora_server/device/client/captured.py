@@ -1,4 +1,4 @@
-"""A link in an engine's CUDA graphs: put, wait and add are launches whose arguments never change.
+"""A link in an engine's CUDA graphs: put, wait and add are launches with arguments that never change.
 
     captured = Captured(link)
     site = captured.site(header, x, route, by_entry)   once, before the capture
@@ -58,7 +58,7 @@ class CapturedSite:
         return self._captured.link
 
     def of(self, x_TK: torch.Tensor) -> CapturedSite:
-        """Return the site for a pass whose activations lie elsewhere: as many columns, of the same dtype."""
+        """Return the site for a pass with its activations elsewhere: as many columns, of the same dtype."""
         other = copy.copy(self)
         other._x = x_TK
         return other

@@ -104,8 +104,7 @@ class IpcLink(Link):
     def _prepare(self, wanted: str, region: Region, welcome: Welcome, fd: int) -> tuple[bool, list[int]]:
         self.region, layout = region, region.layout
         twin = None if wanted == "no" else self._map(wanted, welcome, fd)
-        used = [(0, layout.nbytes)] if twin is None else [(0, PAGE_BYTES), *layout.tables()]
-        address_of = self._puts.pin(region.memory, used)
+        address_of = self._puts.pin(region.memory, _used_parts(layout, twin is not None))
         slots = [address_of(PAGE_BYTES + i * layout.request_bytes) for i in range(layout.depth)]
         self._steps = DeviceSteps(self._puts.device, self.epoch, slots, address_of(0), twin)
         self.transport = "shm"
@@ -152,3 +151,8 @@ class IpcLink(Link):
     def close(self) -> None:
         self._puts.close()
         self.shm.close()
+
+
+def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
+    """Return the parts of a region that a GPU accesses: all of it, or with a twin all but the rows."""
+    return [(0, PAGE_BYTES), *layout.tables()] if twin else [(0, layout.nbytes)]

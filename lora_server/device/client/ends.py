@@ -32,7 +32,7 @@ def _compile(gpu: Gpu) -> None:
 
 
 class HostEnds:
-    """Ends on this host, whose memory is handed over as descriptors."""
+    """Ends on this host, with memory that is handed over as descriptors."""
 
     transport, is_mapped, why_gone = "gpu", True, Link.why_gone
 

@@ -1,4 +1,4 @@
-"""An engine on a GPU and a shard whose kernel serves by itself: slots lie in GPU memory at both ends.
+"""A link of an engine on a GPU to a shard that a kernel serves by itself: slots lie in GPU memory at both ends.
 
 Used through Link, a step is put by put.cu as any device's, the answer is awaited by a kernel, and a host that asks gets
 its header. Used by `captured` no host is asked. Where the other end is, is the business of `ends`.

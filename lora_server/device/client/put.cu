@@ -3,7 +3,7 @@
 // The host has written the header, and the tables too unless `counts` is given: then a step was routed on this GPU
 // (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a twin in GPU memory, or
 // behind the tables in the slot, which is host memory that both processes map. The last block to finish stores the
-// signal with a release at system scope: whoever reads it there finds the rest in place.
+// signal with a release at system scope: a reader of the signal finds the rest in place.
 #include "rows.cuh"
 #include "system.cuh"
 #include "slot.h"

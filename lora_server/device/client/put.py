@@ -1,7 +1,7 @@
 """The kernel that puts a step into a shard's memory (put.cu): its arguments, and its launch.
 
-Two kinds of step: one whose header and tables the host has written, and one that was routed on the GPU, of
-which the host knows neither counts nor rows; see kernels_cuda.routing.Route.
+There are two kinds of step: the host has written header and tables of one; the other was routed on the GPU, and the
+host knows neither its counts nor its rows; see kernels_cuda.routing.Route.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Route
-from lora_server.device.protocol.cuda import PUT, PUT_BLOCKS
+from lora_server.device.protocol.cuda_kernels import PUT, PUT_BLOCKS
 from lora_server.device.protocol.source import FILES
 
 VECTOR_BYTES = 16

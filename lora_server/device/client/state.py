@@ -19,7 +19,7 @@ SPIN_SECONDS, LOOK_SECONDS = 100e-6, 20e-6
 
 
 class LinkState:
-    """All that kernels know of a link (client.cuh): where memory is, how far it has come, how long to wait.
+    """The words by which kernels know a link (client.cuh): where memory is, how far it has come, how long to wait.
 
     Kernels in CUDA graphs have its address alone, so that they outlive a link: see `take_over`.
     """

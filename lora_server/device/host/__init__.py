@@ -1,7 +1,8 @@
-"""What a shard's process runs.
+"""The side of a device's links that a shard's process runs.
 
-kernel      the shard's kernel: launched, watched        mailbox     what it and its host tell each other
-directory   where it finds weights                       places      of experts that differ in shape
-connection  a shard's end of a link                      carrier     that of a client that a host polls
-world_connection  a shard's end in NVSHMEM's world       device_memory  GPU memory for clients' rows
+kernel      the shard's kernel: launched, watched        mailbox     its host's commands, and its notes
+arguments   its arguments, and clients' holds            directory   the weights that it finds
+places      of experts that differ in shape              carrier     a client's steps, carried by its host
+connection  a shard's end of a link                      device_memory  GPU memory for clients' rows
+world_connection  a shard's end in NVSHMEM's world
 """

@@ -40,7 +40,7 @@ DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response
     put_warp(slot, 2 * LORA_HEADER_BYTES, signal, word, pe);
 }
 
-// Block 0's, before it arrives: who comes last has no header to wait for.
+// Block 0's, before it arrives: the last block to come has no header to wait for.
 DEVICE void write_header(const Order& order) {
     uint64* to = reinterpret_cast<uint64*>(writable(order.slot, static_cast<int>(order.pe)));
     constexpr int WORDS = sizeof(lora_response) / 8;

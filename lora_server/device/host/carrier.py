@@ -1,4 +1,4 @@
-"""Carries steps of a client without a GPU in reach (shared memory, TCP) to a shard whose kernel serves.
+"""Carries steps of a client without a GPU in reach (shared memory, TCP) to a shard that a kernel serves.
 
 Its steps are copied into slots of the GPU, and the kernel sees one kind of client. Answers it stores straight into
 the client's region, which is pinned; their signal is a word of the carrier's, so that the client hears of them last.

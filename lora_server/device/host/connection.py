@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class GpuConnection(ShmConnection):
-    """A connection whose steps the kernel takes. `given_up`: its kernel uses it no more, says the shard's host."""
+    """A connection with steps that the kernel takes. `given_up`: the kernel uses it no more, says its host."""
 
     transport = "gpu"
 
@@ -81,13 +81,13 @@ class GpuTwin:
             for memory in (self._requests, self._responses):
                 if memory is not None:
                     memory.close()
-        except RuntimeError as error:  # the GPU is lost to this process, whose kernel ends it
+        except RuntimeError as error:  # the GPU is lost to this process, and its kernel's watch ends it
             log.error("a client's GPU memory cannot be unmapped", reason=str(error))
         return True
 
 
 class SlotsMemory:
-    """Slots that a shard whose kernel serves gives its clients; see base.DeviceMemory."""
+    """The slots of a shard that a kernel serves, for its clients; see base.DeviceMemory."""
 
     slots: ClassVar[bool] = True
 

@@ -1,8 +1,8 @@
-"""Where a shard's kernel finds weights: for (handle, site) an Entry of protocol.cuh, in the GPU's memory.
+"""The directory of weights that a shard's kernel reads: for (handle, site) an Entry of protocol.cuh, in GPU memory.
 
-A handle is an index and a generation. Who is known and not READY keeps a step waiting; a handle of another generation
-is nobody's. READY is written behind everything else, and taken back before pages are: the kernel acknowledges that,
-and the pages are others' once it has done what it ordered before.
+A handle is an index and a generation. A step waits for an adapter that is known and not READY; a handle of another
+generation is unknown. READY is written after everything else, and taken back before pages are: the kernel acknowledges
+that, and the pages are free once it has done what it ordered before.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from lora_server.device.host.arguments import TURN
 from lora_server.device.host.kernel import ServeKernel
 from lora_server.device.host.places import Ints, Places
 from lora_server.device.protocol.codes import HANDLE_BITS, UNEVEN, CommandKind
@@ -26,7 +26,7 @@ Entries = npt.NDArray[np.void]  # [projections] of ENTRY
 
 
 class DeviceDirectory:
-    """Thread-safe. It grows while no kernel runs."""
+    """The directory. Thread-safe. It grows while no kernel runs."""
 
     def __init__(self, kernel: ServeKernel, layers: int, places: int = FIRST_PLACES) -> None:
         self._kernel, self._layers = kernel, layers
@@ -35,12 +35,12 @@ class DeviceDirectory:
         self._place()
 
     def _place(self) -> None:
-        """All of it in the GPU's memory, in the place of what was there."""
-        self._device = torch.from_numpy(self._host.reshape(-1).view(np.uint8).copy()).to(self._kernel.gpu.device)
-        self._kernel.read_directory(self._device, len(self._host))
+        """Copy all of it to the GPU, and let the kernel use it."""
+        self._device = self._kernel.arguments.on_gpu(self._host)
+        self._used, self._seen = self._kernel.arguments.read_directory(self._device, len(self._host)), 0
 
     def know(self, handle: int, foreign: Collection[int]) -> None:
-        """Steps that name it wait until `put`; at `foreign` layers, which are other shards', they are refused.
+        """Let steps that name it wait until `put`; at `foreign` layers, which are other shards', refuse them.
 
         Raises AdapterLoadError where another has its index, or it has none.
         """
@@ -68,13 +68,17 @@ class DeviceDirectory:
         self._kernel.between(self._place)
 
     def take_uses(self) -> list[int]:
-        """Handles that steps named since the last call, the oldest use first."""
+        """Return the handles that steps named since the last call, the oldest use first."""
         with self._lock:
-            used = [(index, int(self._host[index]["generation"].max())) for index in self._kernel.used()]
+            turns = np.frombuffer(self._kernel.gpu.read(self._used.data_ptr(), self._used.nbytes), TURN)
+            newer = np.flatnonzero(turns > self._seen)
+            self._seen = max(self._seen, int(turns.max()))
+            oldest_first = newer[np.argsort(turns[newer], kind="stable")]
+            used = [(int(index), int(self._host[index]["generation"].max())) for index in oldest_first]
         return [handle_of(index, generation) for index, generation in used if generation]
 
     def put(self, handle: int, layer: int, fields: Mapping[int, tuple[range, Ints]]) -> None:
-        """A layer's weights are there: by projection experts, and of each its row and first tile."""
+        """Publish a layer's weights: by projection experts, and of each its row and first tile."""
         index, generation = parts(handle)
         with self._lock:
             entries = self._host[index, layer]
@@ -85,7 +89,7 @@ class DeviceDirectory:
             self._write_words(index, [layer])
 
     def _where(self, handle: int, places_E2: Ints) -> tuple[int, int, int]:
-        """Row, first tile, tiles of each expert, where all have one shape."""
+        """Return row, first tile and tiles of each expert, or UNEVEN tiles."""
         if not len(places_E2):
             return 0, 0, 0
         row, first_tile = map(int, places_E2[0])
@@ -95,7 +99,7 @@ class DeviceDirectory:
         return 0, self._places.put(handle, places_E2), UNEVEN
 
     def take_back(self, handle: int, foreign: Collection[int]) -> None:
-        """Steps wait for it again; returns when no step reads what it had."""
+        """Let steps wait for it again; return when no step reads what it had."""
         index, _ = parts(handle)
         own = [layer for layer in range(self._layers) if layer not in foreign]
         with self._lock:
@@ -106,7 +110,7 @@ class DeviceDirectory:
             self._places.free(handle)
 
     def forget(self, handle: int) -> None:
-        """Steps that name it are refused; returns when no step reads what it had."""
+        """Refuse steps that name it; return when no step reads what it had."""
         index, generation = parts(handle)
         with self._lock:
             if index >= len(self._host) or self._host[index]["generation"].max() != generation:
@@ -132,7 +136,7 @@ class DeviceDirectory:
         self._kernel.gpu.write(self._address(index, layer or 0), part.tobytes())
 
     def _write_words(self, index: int, layers: Collection[int]) -> None:
-        """The `ready` of some layers, each at once."""
+        """Write the `ready` of some layers, each at once."""
         words = {
             self._address(index, layer, projection): int(self._host[index, layer, projection]["ready"])
             for layer in layers

@@ -1,7 +1,7 @@
 // Leader mode: the leader of a stage numbers its clients' steps, and its followers serve the least number first. Members
 // of Poller.
 //
-// A follower has a table that its leader alone stores to, a row for each of the leader's links: whose it is, then numbers,
+// A follower has a table that its leader alone stores to, a row for each of the leader's links: its client, then numbers,
 // each behind the low half of its step's seq. A client pushes every step of the stage to each of its shards, as the same
 // seq. What one shard has answered it follows up there while others still owe as many answers as they have slots, but no
 // further: so with room for twice as many a number is overwritten when its step was answered here, or is its client's no
@@ -36,7 +36,7 @@ DEVICE void Poller::claim_rows() {
     for (int first = 0; s.role == LEADS && first < rounds * LANES; first += LANES)
         for (unsigned its = votes(here & bit_of(first)); its; its &= its - 1) claim_row(first + first_bit(its));
 }
-// A step is ordered here, or refused. Whoever sees its number sees whose row it is.
+// A step is ordered here, or refused. A reader of its number sees the row's client, too.
 DEVICE void Poller::number_step(int l, uint64 seq) {
     if (s.role != LEADS) return;
     const uint64 table = load_l2(s.followers + lane), number = (load_l2(&s.number) + 1) & 0xffffffff;

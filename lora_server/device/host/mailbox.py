@@ -1,4 +1,4 @@
-"""What a shard's host and its kernel tell each other, in host memory that the kernel sees: mailbox.cuh.
+"""The mailbox of a shard's host and its kernel, in host memory that the kernel sees: mailbox.cuh.
 
 A command is taken at some turn, and holds for all that is ordered behind it: what it gave up is free once that turn
 is done. Notes are the kernel's.
@@ -24,7 +24,7 @@ LOOK_SECONDS = 1e-4
 
 
 class Note(NamedTuple):
-    """Of the client at `link`; `what` is a handle or a Refusal."""
+    """A note about the client at `link`; `what` is a handle or a Refusal."""
 
     kind: NoteKind
     link: int
@@ -33,7 +33,7 @@ class Note(NamedTuple):
 
 
 class Mailbox:
-    """Thread-safe; one thread takes notes."""
+    """The mailbox. Thread-safe; one thread takes notes."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._memory = mmap.mmap(-1, MAILBOX.itemsize)
@@ -47,14 +47,14 @@ class Mailbox:
     # -- commands
 
     def post(self, kind: CommandKind, link: int = 0, words: Sequence[int] = ()) -> int:
-        """Its number. Waits while there is no room; raises ShardUnavailableError where the kernel takes nothing."""
+        """Post a command; return its number. Waits for room. Raises ShardUnavailableError if the kernel takes none."""
         deadline = time.monotonic() + TAKEN_SECONDS
         while (number := self.try_post(kind, link, words)) is None:
             _pause(deadline, f"{kind.name}: no room for it in the mailbox")
         return number
 
     def try_post(self, kind: CommandKind, link: int = 0, words: Sequence[int] = ()) -> int | None:
-        """The same, or None without room."""
+        """Post a command; return its number, or None without room."""
         with self._lock:
             self._note_turns()
             if self._posted - self._seen >= COMMANDS:
@@ -67,13 +67,13 @@ class Mailbox:
             return number
 
     def _note_turns(self) -> None:
-        """The kernel writes over a command's turn when it takes the 16th behind it."""
+        """Note the turns of commands that were taken: the kernel overwrites one when it takes the 16th after it."""
         for number in range(self._seen, int(self._box["taken"])):
             self._turns[number] = int(self._box["acks"][number % COMMANDS])
             self._seen = number + 1
 
     def holds(self, number: int) -> bool:
-        """Whether a command was taken, and all that was ordered before it is done. True for good once it was said."""
+        """Tell whether a command was taken, and all that was ordered before it is done; once True, it stays so."""
         with self._lock:
             self._note_turns()
             turn = self._turns.get(number)
@@ -99,7 +99,7 @@ class Mailbox:
 
     @property
     def beat(self) -> int:
-        """Another number as long as the kernel lives."""
+        """A number that changes as long as the kernel lives."""
         return int(self._box["beat_ns"])
 
     @property
@@ -113,7 +113,7 @@ class Mailbox:
         return int(self._box["taken"]) >= self._posted
 
     def notes(self) -> list[Note]:
-        """Those since the last call."""
+        """Return the notes since the last call."""
         noted, found = int(self._box["noted"]), []
         for i in range(self._heard, noted):
             kind, link, seq, what = (int(word) for word in self._box["notes"][i % NOTES])
@@ -124,11 +124,11 @@ class Mailbox:
         return found
 
     def abort(self) -> None:
-        """The kernel leaves at once, and computes nothing ever after."""
+        """Let the kernel leave at once, and compute nothing ever after."""
         self._box["abort"] = 1
 
     def close(self) -> None:
-        """No kernel reads it any more; whoever waits for one goes on. Idempotent."""
+        """Unpin the memory, which no kernel reads any more; calls that wait return. Idempotent."""
         if not self.closed:
             self.closed = True
             self._unpin()
@@ -141,7 +141,7 @@ def _pause(deadline: float, why: str) -> None:
 
 
 def wait_until(condition: Callable[[], bool], why: str) -> None:
-    """Look until it holds; raises ShardUnavailableError after TAKEN_SECONDS."""
+    """Wait until a condition holds. Raises ShardUnavailableError after TAKEN_SECONDS."""
     deadline = time.monotonic() + TAKEN_SECONDS
     while not condition():
         _pause(deadline, why)

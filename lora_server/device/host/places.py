@@ -1,6 +1,6 @@
-"""Where a shard's kernel finds the experts of sites at which they differ in shape: (block, first tile) of each.
+"""Places of the experts of sites at which they differ in shape: (block, first tile) of each.
 
-In the GPU's memory, a run of places for each such site of an adapter; it grows while no kernel runs.
+A table in the GPU's memory, with a run of places for each such site of an adapter; it grows while no kernel runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Places:
-    """The directory's lock guards it."""
+    """The table of places. The directory's lock guards it."""
 
     def __init__(self, kernel: ServeKernel, places: int = FIRST_PLACES) -> None:
         self._kernel = kernel
@@ -30,10 +30,10 @@ class Places:
 
     def _place(self) -> None:
         self._device = torch.from_numpy(self._host.copy()).to(self._kernel.gpu.device)
-        self._kernel.read_places(self._device)
+        self._kernel.arguments.point("places", self._device)
 
     def put(self, handle: int, places_E2: Ints) -> int:
-        """Where the places of a site begin, from now on until `free`."""
+        """Store the places of a site until `free`; return the number of the first."""
         free = self._free[len(places_E2)]
         run = free.pop() if free else self._new(len(places_E2))
         self._of.setdefault(handle, []).append(run)
@@ -51,6 +51,6 @@ class Places:
         return range(self._used - length, self._used)
 
     def free(self, handle: int) -> None:
-        """No step reads them any more."""
+        """Free an adapter's places, which no step reads any more."""
         for run in self._of.pop(handle, []):
             self._free[len(run)].append(run)

@@ -33,7 +33,7 @@ struct Poller {
     // the same in all lanes
     uint64 turn, done, taken, noted, active, share;  // share: the least start of those that are ready
     int rounds = 0;  // of LANES clients, up to the last that is here
-    int whose = -1;      // step is in m; -1: nobody's
+    int whose = -1;      // step is in m; -1: no client's
     bool sited = false;  // so is its site
     int is_ready = -1;   // whose step was found to lack nothing, in this scan
     int tickets;

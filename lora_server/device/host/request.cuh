@@ -215,8 +215,8 @@ struct Lacks {
     unsigned handle = 0;
 };
 
-// A link's client may name a handle whose generation is in the link's word: that of the one that the client, or who lends
-// to it, holds at that index. The host alone writes these words, and clears a link's before it connects another to it.
+// A link's client may name a handle whose generation is in the link's word: that of the one that the client, or its lender,
+// holds at that index. The host alone writes these words, and clears a link's before it connects another to it.
 // What is read late is refused or served a moment later; it never is another's, whose generation is not this one.
 // Each word is the newest, or an adapter that went would be waited for. Nothing is acquired: that is `translate`'s.
 DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const Tables& tables, int lane) {
@@ -262,7 +262,7 @@ DEVICE bool are_ready(const SiteEntries& entries, const uint2 (&some)[LOOKUPS]) 
 }
 
 // Segments of (handle, expert) become those of (block, tile), in place, for a turn. The whole warp calls it.
-// Whoever finds READY finds behind the fence the pages too, and the entry's fields as they belong to this generation.
+// A reader that finds READY finds behind the fence the pages too, and the entry's fields of this generation.
 // all_ready: `look_up` has found so since the mailbox was looked at: what has gone since then stays until its host hears
 // which turn is the newest (RETIRE), and that turn is done.
 DEVICE int translate(const Serve& s, const lora_request& h, const Tables& tables, uint64 turn, bool all_ready, int lane) {

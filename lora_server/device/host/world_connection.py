@@ -12,7 +12,7 @@ from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 
 
 class WorldConnection(Connection):
-    """A connection whose steps the kernel takes. `given_up`: its kernel uses it no more, says the shard's host."""
+    """A connection with steps that the kernel takes. `given_up`: the kernel uses it no more, says its host."""
 
     transport = "nvshmem"
 

@@ -22,6 +22,7 @@ from lora_server.device.nvshmem import nvshmem_build
 from lora_server.device.nvshmem.world import UID_BYTES, WorldGpu
 from lora_server.device.protocol import needs, source
 from lora_server.device.protocol.cuda import CudaGpu
+from lora_server.device.protocol.cuda_kernels import compiled
 from lora_server.device.protocol.gpu import Memory
 from lora_server.device.protocol.virtual_memory import as_tensor
 from lora_server.errors import ConfigError
@@ -35,7 +36,7 @@ CACHE = "~/.cupy/kernel_cache"  # CuPy's own
 
 
 def _network(index: int) -> dict[str, str]:
-    """By the GPU itself (IBGDA), or not at all."""
+    """Return the settings for other nodes: the GPU itself reaches them (IBGDA), or none does."""
     lacks = needs.missing_for_network(dma_buf=needs.has_dma_buf(index))
     if lacks:
         log.warning("NVSHMEM reaches GPUs of this node alone", lacks=lacks)
@@ -49,40 +50,55 @@ class _Heap(Memory):
 
     @override
     def close(self) -> None:
-        """A world is never left: who finalises alone waits for ever."""
+        """Do nothing: a world is never left, since a process that finalises alone waits for ever."""
 
 
-class NvshmemGpu(CudaGpu, WorldGpu):
-    """See WorldGpu. Kernels that call NVSHMEM are linked here, and know its state once the world was entered."""
+class NvshmemModules:
+    """Modules of one GPU. Kernels that call NVSHMEM are linked here, and know its state once the world was entered."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        self._device = device
         self._modules: list[Any] = []
         self._is_in = False
 
-    @override
-    def _module(self, name: str) -> Any:
+    def load(self, name: str, defines: tuple[str, ...]) -> Any:
+        """Compile a source, and link it if it calls NVSHMEM; see cuda_kernels.Load."""
         if name not in source.SOURCES:
-            return super()._module(name)
+            return compiled(name, defines)
         import cupy
 
-        major, minor = torch.cuda.get_device_capability(self.device)
+        major, minor = torch.cuda.get_device_capability(self._device)
         arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
         folder = Path(os.environ.get("CUPY_CACHE_DIR", CACHE)).expanduser()
-        options = [*self._variant(name).defines, "-DNVSHMEM=1"]
+        options = [*defines, "-DNVSHMEM=1"]
         path = nvshmem_build.cached(read_source(name, source.FILES), arch, options, folder)
         module = cupy.RawModule(path=str(path), enable_cooperative_groups=name in source.SERVES)
         self._modules.append(module.module)
         if self._is_in:
-            self._initialise(module.module)
+            _initialise(module.module)
         return module
 
-    def _initialise(self, module: Any) -> None:
-        from nvshmem import bindings
+    def enter(self) -> None:
+        """Tell all modules NVSHMEM's state, those that come later, too."""
+        for module in self._modules:
+            _initialise(module)
+        self._is_in = True
 
-        status = bindings.cumodule_init(module.ptr)
-        if status:
-            raise RuntimeError(f"nvshmemx_cumodule_init: {status}")
+
+def _initialise(module: Any) -> None:
+    from nvshmem import bindings
+
+    status = bindings.cumodule_init(module.ptr)
+    if status:
+        raise RuntimeError(f"nvshmemx_cumodule_init: {status}")
+
+
+class NvshmemGpu(CudaGpu, WorldGpu):
+    """A real GPU in a world; see WorldGpu."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._modules = NvshmemModules(device)
+        super().__init__(device, load=self._modules.load)
 
     @override
     def new_uid(self) -> bytes:
@@ -115,9 +131,7 @@ class NvshmemGpu(CudaGpu, WorldGpu):
             if not address:
                 raise RuntimeError(f"no room for {nbytes} bytes of the symmetric heap; use fewer --nvshmem-clients, "
                                    "--max-step-rows or --slots")  # fmt: skip
-            for module in self._modules:
-                self._initialise(module)
-            self._is_in = True
+            self._modules.enter()
         return _Heap(int(address), nbytes, self.device)
 
     @override
@@ -137,6 +151,6 @@ def _open(device: torch.device) -> NvshmemGpu:
 
 
 def open_nvshmem(device: torch.device) -> WorldGpu:
-    """One per device and process. Raises ConfigError that names what is missing, and its cure."""
+    """Return the device's one GPU of this process. Raises ConfigError that names what is missing, and its cure."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _open(torch.device("cuda", index))

@@ -27,7 +27,7 @@ SIGNED = {8: "signed char", 16: "short", 32: "int", 64: "long"}
 
 
 class Compiled(NamedTuple):
-    """What NVRTC made of a source, and what it said."""
+    """The output of NVRTC for a source, and its messages."""
 
     code: bytes
     said: str
@@ -94,7 +94,7 @@ def includes() -> list[Path]:
 
 
 def missing() -> str:
-    """What `build` would lack here; "" if nothing."""
+    """Return what `build` lacks here; "" if nothing."""
     try:
         includes(), library()
         from cuda.bindings import nvjitlink, nvrtc
@@ -162,12 +162,12 @@ def linked(code: bytes, arch: str) -> bytes:
 
 
 def build(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
-    """A module for `arch`. Raises BuildError, FileNotFoundError."""
+    """Build a module for `arch`. Raises BuildError, FileNotFoundError."""
     return linked(compiled(source, arch, options).code, arch)
 
 
 def cached(source: str, arch: str, options: Sequence[str], folder: Path) -> Path:
-    """The same as a file, under a hash of all that it is made of; whoever sees it sees all of it."""
+    """Return the module of `build` as a file, named by a hash of all that it is made of, and renamed into place."""
     from cuda.bindings import nvrtc
 
     device, version = library().stat(), nvrtc.nvrtcVersion()[1:]

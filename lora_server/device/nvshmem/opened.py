@@ -1,4 +1,4 @@
-"""Which GPU of NVSHMEM's world a device is: one per device and process, and not the one of protocol.opened."""
+"""The GPU of a device in NVSHMEM's world: one per device and process, and not the one of protocol.opened."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class WorldGpu(Gpu):
-    """A GPU whose kernels reach other PEs. Implementations: device.nvshmem.library; a test has one that is this CPU."""
+    """A GPU with kernels that reach other PEs. See device.nvshmem.library; a test has one that is this CPU."""
 
     kernels = Gpu.kernels | {"link_send": "link.cu"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from lora_server.wire.slot import MAX_BUDGET_US, MOST_ROWS, STEP_ROWS
+from lora_server.wire import slot
 
 MAX_LINKS = 1024  # of a shard's kernel; a lane of its poller has 32 of them, a bit each
 CONNECT_WORDS = 11  # of layout.LINK
@@ -68,7 +68,7 @@ class Refusal(IntEnum):
     NOT_NUMBERED = 16
 
 
-class Role(IntEnum):
+class KernelRole(IntEnum):
     """A shard's role in its stage; in leader mode one leads, and the others follow."""
 
     INDEPENDENT = 0
@@ -76,16 +76,19 @@ class Role(IntEnum):
     FOLLOWS = 2
 
 
-NUMBERS = {  # of codes.cuh, as LORA_NAME
-    "MAX_LINKS": MAX_LINKS, "CONNECT_WORDS": CONNECT_WORDS, "ORDERS": ORDERS, "COMMANDS": COMMANDS, "NOTES": NOTES,
-    "HANDLE_BITS": HANDLE_BITS, "UNEVEN": UNEVEN, "MAX_BUDGET_US": MAX_BUDGET_US, "STEP_ROWS": STEP_ROWS,
-    "MOST_ROWS": MOST_ROWS,
-}  # fmt: skip
-ENUMS = {LinkStatus: "LINK_", CommandKind: "", NoteKind: "", Refusal: "", Role: ""}  # to what their names begin with
+NUMBERS = {name: value for name, value in globals().items() if isinstance(value, int)}  # those above
+NUMBERS |= {"MAX_BUDGET_US": slot.MAX_BUDGET_US, "STEP_ROWS": slot.STEP_ROWS, "MOST_ROWS": slot.MOST_ROWS}
+ENUMS = {
+    LinkStatus: "LINK_",
+    CommandKind: "",
+    NoteKind: "",
+    Refusal: "",
+    KernelRole: "",
+}  # to prefixes
 HEADER = "\n".join(
     [f"#define LORA_{name} {value}" for name, value in NUMBERS.items()]
     + [
-        f"enum {enum.__name__} {{ {', '.join(f'{begin}{code.name} = {code.value}' for code in enum)} }};"
-        for enum, begin in ENUMS.items()
+        f"enum {enum.__name__} {{ {', '.join(f'{prefix}{code.name} = {code.value}' for code in enum)} }};"
+        for enum, prefix in ENUMS.items()
     ]
 )

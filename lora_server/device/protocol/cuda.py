@@ -12,39 +12,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 import torch
 from typing_extensions import override
 
-from kernels_cuda import routing
-from kernels_cuda.build import STANDARD, read_source
-from kernels_cuda.cuda import on_device, on_torch_stream
-from kernels_cuda.heuristics import STAGES, Variant, choose
-from kernels_cuda.residency import SERVE_WARPS
-from lora_server.device.protocol import source
+from kernels_cuda.cuda import on_device
+from lora_server.device.protocol.cuda_kernels import CudaKernels, Load, compiled
 from lora_server.device.protocol.gpu import Gpu, Memory, Queue, Shared
 from lora_server.device.protocol.needs import check
 from lora_server.device.protocol.pinned import Pinned
-from lora_server.device.protocol.source import ONE_WARP, SERVES
 from lora_server.device.protocol.virtual_memory import Exported, Imported, call, driver
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.environment import prepare_environment
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
-PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
-LINK = PUT = Variant(bulk_copy=False, warps=8)
-ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
-ONE_BLOCK = ("route", "link_wait", "link_send")
-SERVE_OWN_BYTES = 8192  # of shared memory, at most, beside what the compute takes
 WRITE_SECONDS = 0.05  # for a word, while a kernel that serves runs
 MOST_STREAMS = 8  # to try, of CUDA's 32 connections
 log = structlog.get_logger()
 
 
 class Stream(Protocol):
-    """What `unblocked` asks of a CUDA stream."""
+    """A CUDA stream, as `unblocked` uses it."""
 
     def query(self) -> bool:
         """Whether all its work is done."""
@@ -92,7 +82,7 @@ class _Exported(Shared):
 
 
 class CudaQueue(Queue):
-    """A stream that is nobody else's."""
+    """A stream of its own."""
 
     def __init__(self, gpu: CudaGpu, urgent: bool) -> None:
         self._gpu, self._urgent, self._closed = gpu, urgent, False
@@ -115,7 +105,7 @@ class CudaQueue(Queue):
     @override
     def launch(self, kernel: str, *values: int) -> None:
         with torch.cuda.stream(self._stream):
-            self._gpu.launch(kernel, values)
+            self._gpu.functions.launch(kernel, values)
 
     @override
     def send(self, address: int, data: memoryview) -> None:
@@ -139,15 +129,15 @@ class CudaQueue(Queue):
 
 
 class _Streams:
-    """A GPU's. torch has 32 for each priority, and gives the 33rd who asks the first one's again: what came behind a
-    kernel that serves would wait for ever. None is destroyed, since torch remembers where its memory was used."""
+    """The streams of a GPU. torch has 32 for each priority, and returns the first one again to the 33rd caller: what is
+    queued after a kernel that serves would wait for ever. None is destroyed: torch remembers where memory was used."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spare: dict[bool, list[torch.cuda.ExternalStream]] = {False: [], True: []}
 
     def take(self, urgent: bool) -> torch.cuda.ExternalStream:
-        """One that is idle."""
+        """Return an idle stream."""
         with contextlib.suppress(IndexError):
             return self._spare[urgent].pop()
         with on_device(self._device):
@@ -156,7 +146,7 @@ class _Streams:
             return torch.cuda.ExternalStream(pointer, device=self._device)
 
     def give(self, urgent: bool, stream: torch.cuda.ExternalStream) -> None:
-        """Back; all that was in it has ended."""
+        """Take back a stream that has no work left."""
         self._spare[urgent].append(stream)
 
 
@@ -167,18 +157,10 @@ def _address(memory: memoryview) -> int:
 class CudaGpu(Gpu):
     """See Gpu. The caller's thread needs no context: it gets the device's."""
 
-    def __init__(self, device: torch.device, multiprocessors: int | None = None) -> None:
-        """`multiprocessors`: of a kernel that serves; the others are a client's, where both are one process's."""
-        import cupy
-
+    def __init__(self, device: torch.device, multiprocessors: int | None = None, load: Load = compiled) -> None:
+        """See CudaKernels."""
         self.device = device
-        about = cupy.cuda.Device(device.index).attributes
-        self._multiprocessors = int(about["MultiProcessorCount"])
-        optin = about["MaxSharedMemoryPerBlockOptin"]
-        self._serving = multiprocessors or self._multiprocessors
-        self._serve = choose(torch.cuda.get_device_capability(device), optin - SERVE_OWN_BYTES, SERVE_WARPS)
-        self._functions: dict[str, Any] = {}
-        self._of: dict[str, Any] = {}  # modules, by source
+        self.functions = CudaKernels(device, self.kernels, multiprocessors, load)
         self._lock = threading.Lock()
         self.streams = _Streams(device)
         self._writes = self.streams.take(urgent=False)
@@ -186,55 +168,7 @@ class CudaGpu(Gpu):
 
     @override
     def compile(self, source: str) -> None:
-        for kernel, its in self.kernels.items():
-            if its == source:
-                self._function(kernel)
-
-    def _module(self, name: str) -> Any:
-        """A source's kernels, as a cupy.RawModule."""
-        import cupy
-
-        text, options = read_source(name, source.FILES), (STANDARD, *self._variant(name).defines)
-        return cupy.RawModule(code=text, options=options, enable_cooperative_groups=name in SERVES)
-
-    def _function(self, kernel: str) -> Any:
-        with self._lock, on_device(self.device):
-            if kernel not in self._functions:
-                name = self.kernels[kernel]
-                if name not in self._of:
-                    self._of[name] = self._module(name)
-                function = self._of[name].get_function(kernel)
-                if self._shared_bytes(name):
-                    function.max_dynamic_shared_size_bytes = self._shared_bytes(name)
-                self._functions[kernel] = function
-            return self._functions[kernel]
-
-    def _variant(self, source: str) -> Variant:
-        if source in SERVES:
-            return self._serve
-        return {"link.cu": LINK, "put.cu": PUT, "route.cu": ROUTE}[source]
-
-    def _shared_bytes(self, source: str) -> int:
-        if source in SERVES:
-            return self._serve.shared_bytes + SERVE_OWN_BYTES
-        return routing.shared_bytes(routing.WARPS) if source == "route.cu" else 256 * (source == "link.cu")
-
-    def launch(self, kernel: str, values: tuple[int, ...]) -> None:
-        """On torch's current stream."""
-        import cupy
-
-        name = self.kernels[kernel]
-        warps = 1 if kernel in ONE_WARP else self._variant(name).warps + (name in SERVES)
-        numbers = tuple(cupy.uint64(value) for value in values)
-        with on_torch_stream(self.device):
-            self._function(kernel)((self._blocks(kernel),), (32 * warps,), numbers, shared_mem=self._shared_bytes(name))
-
-    def _blocks(self, kernel: str) -> int:
-        if self.kernels[kernel] in SERVES:
-            return self._serving
-        if kernel.startswith("link_add"):  # which the engine waits for
-            return self._multiprocessors
-        return 1 if kernel in ONE_BLOCK else PUT_BLOCKS
+        self.functions.compile(source)
 
     @override
     def settle(self) -> None:
@@ -283,7 +217,7 @@ class CudaGpu(Gpu):
 
     @override
     def write_words(self, words: Mapping[int, int]) -> None:
-        """One wait for all: where processes share a GPU without MPS, that may be for the others' time slice."""
+        """Wait once for all: where processes share a GPU without MPS, a wait may take the others' time slices."""
         with self._lock, on_device(self.device):
             for address, value in words.items():
                 call("cuStreamWriteValue64", self._writes.cuda_stream, address, value, 0)
@@ -316,7 +250,7 @@ def _open(device: torch.device) -> CudaGpu:
 
 
 def open_cuda(device: torch.device) -> Gpu:
-    """One per device and process. Raises ConfigError that names what is missing, and its cure."""
+    """Return the device's one GPU of this process. Raises ConfigError that names what is missing, and its cure."""
     prepare_environment()
     index = torch.cuda.current_device() if device.index is None else device.index
     return _open(torch.device("cuda", index))

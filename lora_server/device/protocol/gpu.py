@@ -1,4 +1,4 @@
-"""A GPU, as the hosts of both ends of a link use it: memory that processes share, kernels, and queues of work.
+"""The GPU as the hosts of both ends of a link use it: memory that processes share, kernels, and queues of work.
 
 Implementations: device.protocol.cuda; a test has one that is this CPU. Addresses are those that kernels see.
 """
@@ -20,11 +20,11 @@ class Memory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap it; idempotent. No kernel of this process may still use it; whoever else maps it keeps it."""
+        """Unmap it; idempotent. No kernel of this process may still use it; other processes keep their mappings."""
 
 
 class Shared(Memory):
-    """Made here, zeroed; `fd` lets another process map it."""
+    """Memory that this process made, zeroed; `fd` lets another process map it."""
 
     fd: int
 
@@ -34,31 +34,31 @@ class Queue(ABC):
 
     @abstractmethod
     def follow_engine(self) -> None:
-        """What comes next waits for what torch has queued so far on its current stream."""
+        """Let what is queued next wait for what torch has queued so far on its current stream."""
 
     @abstractmethod
     def lead_engine(self) -> None:
-        """What torch queues next waits for what is here."""
+        """Let what torch queues next wait for what is here."""
 
     @abstractmethod
     def keep(self, *tensors: torch.Tensor | None) -> None:
-        """torch gives their memory to nobody else before what is here now is done."""
+        """Keep torch from reusing their memory before what is here now is done."""
 
     @abstractmethod
     def launch(self, kernel: str, *values: int) -> None:
-        """One of `Gpu.kernels`, with arguments that are all 64 bits wide."""
+        """Launch one of `Gpu.kernels`, with arguments that are all 64 bits wide."""
 
     @abstractmethod
     def send(self, address: int, data: memoryview) -> None:
-        """From pinned host memory, which stays as it is until this was done."""
+        """Copy from pinned host memory, which stays as it is until this is done."""
 
     @abstractmethod
     def fetch(self, data: memoryview, address: int) -> None:
-        """To pinned host memory."""
+        """Copy to pinned host memory."""
 
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether all is done. Raises RuntimeError where the GPU failed."""
+        """Tell whether all is done. Raises RuntimeError if the GPU failed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,30 +100,30 @@ class Gpu(ABC):
 
     @abstractmethod
     def create(self, nbytes: int) -> Shared:
-        """Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
+        """Create memory. Raises ShardUnavailableError without room, or if memory cannot be shared."""
 
     @abstractmethod
     def map(self, fd: int, nbytes: int) -> Memory:
-        """Another process's `create(nbytes)`, by a descriptor that stays the caller's. Raises ConfigError."""
+        """Map another process's `create(nbytes)`, by a descriptor that stays the caller's. Raises ConfigError."""
 
     @abstractmethod
     def pin(self, memory: memoryview) -> tuple[int, Callable[[], None]]:
-        """Host memory that kernels load and store: where they see it, and how to end that. Raises ConfigError."""
+        """Let kernels load and store host memory; return its address, and a call that ends that. Raises ConfigError."""
 
     @abstractmethod
     def queue(self, urgent: bool = False) -> Queue:
-        """A new one; `urgent`: its kernels go before others'."""
+        """Return a new queue; `urgent`: its kernels go before others'."""
 
     @abstractmethod
     def write(self, address: int, data: bytes) -> None:
-        """To memory that running kernels may read; done on return, and seen before any later `write`."""
+        """Write memory that running kernels may read; done on return, and seen before any later `write`."""
 
     @abstractmethod
     def write_word(self, address: int, value: int) -> None:
-        """The same for 8 aligned bytes, which kernels see at once or not at all."""
+        """Write 8 aligned bytes, which kernels see all at once; see `write`."""
 
     def write_words(self, words: Mapping[int, int]) -> None:
-        """Each at its address, in this order; done on return."""
+        """Write each word at its address, in this order; done on return."""
         for address, value in words.items():
             self.write_word(address, value)
 
@@ -133,4 +133,4 @@ class Gpu(ABC):
 
     @abstractmethod
     def read(self, address: int, nbytes: int) -> bytes:
-        """What lies there now."""
+        """Return the bytes that lie there now."""

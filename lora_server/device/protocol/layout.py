@@ -52,7 +52,7 @@ ENTRY = np.dtype(
         ("end_expert", "<i4"),
     ]
 )
-HERE = (1 << 64) - 1  # a link's pe: the other end's memory is mapped, and in nobody's heap
+HERE = (1 << 64) - 1  # a link's pe: the other end's memory is mapped, and in no heap
 SITE = np.dtype([("in_width", "<i4"), ("out_width", "<i4"), ("experts", "<i4"), ("unused", "<i4")])
 COMMAND = np.dtype([("kind", "<u8"), ("link", "<u8"), ("words", "<u8", 14)])
 NOTE = np.dtype([("kind", "<u8"), ("link", "<u8"), ("seq", "<u8"), ("what", "<u8")])

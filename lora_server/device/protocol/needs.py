@@ -1,4 +1,4 @@
-"""What a machine must have for steps that no host touches, and the cure for what it lacks.
+"""The requirements of a machine for steps that no host touches, and the cure for each that it lacks.
 
 `check` asks the machine; the rules are functions of its answers, so that they can be tried anywhere.
 """
@@ -32,7 +32,7 @@ FEATURES = {  # the driver's attribute of a device, to the cure
 
 @dataclass(frozen=True)
 class Answers:
-    """What a machine said. `driver` is 0 where none answers; `failed` are modules that do not load, and why."""
+    """Answers of a machine. `driver` is 0 if none answers; `failed` has the modules that do not load, and why."""
 
     driver: int
     failed: Mapping[str, str]
@@ -40,9 +40,9 @@ class Answers:
 
 
 def missing(answers: Answers) -> list[str]:
-    """What `gpu` lacks: a line each, with its cure."""
+    """List what transport `gpu` lacks: a line each, with its cure."""
     found = [f"{name}: {why}; {MODULES[name]}" for name, why in answers.failed.items()]
-    if "cuda.bindings" in answers.failed:  # nobody could be asked
+    if "cuda.bindings" in answers.failed:  # no answer is possible
         return found
     if not answers.driver:
         return [*found, "no NVIDIA driver answers; install one, or give the container the GPU (--gpus all)"]
@@ -58,7 +58,7 @@ def missing(answers: Answers) -> list[str]:
 
 
 def ask(index: int) -> Answers:
-    """This machine, about one of its GPUs."""
+    """Ask this machine about one of its GPUs."""
     failed = {}
     for name in MODULES:
         try:
@@ -84,7 +84,7 @@ def ask(index: int) -> Answers:
 
 
 def has_dma_buf(index: int) -> bool:
-    """Whether the driver hands a GPU's memory to a network card without nvidia_peermem."""
+    """Tell whether the driver hands a GPU's memory to a network card without nvidia_peermem."""
     from lora_server.device.protocol.virtual_memory import call, driver
 
     attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
@@ -92,7 +92,7 @@ def has_dma_buf(index: int) -> bool:
 
 
 def check(device: torch.device) -> None:
-    """Raises ConfigError that names all that is missing."""
+    """Raise a ConfigError that names all that is missing, if anything is."""
     lacks = missing(ask(device.index or 0))
     if lacks:
         raise ConfigError("transport gpu: " + "; and ".join(lacks) + "; cuda_ipc and shm work without")
@@ -106,7 +106,7 @@ def _version(number: int) -> str:
 
 
 def host_library() -> str:
-    """Where NVSHMEM's host library is; it is loaded then, for nvshmem4py too. Raises what cuda.pathfinder does."""
+    """Load NVSHMEM's host library, for nvshmem4py too; return its path. Raises what cuda.pathfinder does."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     path = load_nvidia_dynamic_lib("nvshmem_host").abs_path
@@ -116,7 +116,7 @@ def host_library() -> str:
 
 
 def missing_for_nvshmem(host_library: Callable[[], str], not_built: Callable[[], str]) -> list[str]:
-    """What NVSHMEM's world lacks on a host. These say where its library is, and why device code cannot be linked."""
+    """List what NVSHMEM's world lacks on a host. `host_library` loads it; `not_built` says why nothing links."""
     try:
         library = Path(host_library())
         importlib.import_module("nvshmem.bindings")
@@ -134,7 +134,7 @@ def missing_for_nvshmem(host_library: Callable[[], str], not_built: Callable[[],
 
 
 def missing_for_network(root: Path = Path("/"), dma_buf: bool = False) -> list[str]:
-    """What NVSHMEM's IBGDA lacks on a host, whose /proc and /sys lie below `root`; `dma_buf`: the driver has it."""
+    """List what NVSHMEM's IBGDA lacks on a host with /proc and /sys below `root`; `dma_buf`: the driver has it."""
     found = []
     if not list(root.glob("sys/class/infiniband/mlx5_*")):
         found.append("no mlx5 network card; expected a ConnectX with its driver loaded")

@@ -1,4 +1,4 @@
-"""Which GPU a device is: one per device and process."""
+"""The GPU of a device: one per device and process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _G = TypeVar("_G")
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device; raises ConfigError where it is none."""
+    """Return the GPU of a device. Raises ConfigError if it is none."""
     if device.type == "cuda" and "cuda" not in openers:
         from lora_server.device.protocol.cuda import open_cuda
 

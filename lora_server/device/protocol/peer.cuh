@@ -1,5 +1,5 @@
 // Memory of the other end: mapped, or beyond a network. In NVSHMEM's world (-DNVSHMEM=1) an address is that of this PE's
-// own heap, where a put's source lies too; `pe` says whose is meant, HERE that it is mapped already and in no heap.
+// own heap, where a put's source lies too; `pe` says which is meant, HERE that it is mapped already and in no heap.
 // Without it everything is mapped, and `pe` unused.
 #pragma once
 
@@ -17,7 +17,7 @@ DEVICE unsigned char* mapped(uint64 address, int pe) {
 DEVICE void confirm(const uint64* signal, uint64 word) {
     nvshmem_uint64_test(reinterpret_cast<uint64_t*>(const_cast<uint64*>(signal)), NVSHMEM_CMP_GE, word);
 }
-// This PE's `slot` to its peer's, then the signal; all threads of a block, or of a warp, call it. Nobody waits for it:
+// This PE's `slot` to its peer's, then the signal; all threads of a block, or of a warp, call it. There is no wait for it:
 // the answer to a step, or the next one, is its completion.
 DEVICE void put_block(uint64 slot, uint64 nbytes, uint64 signal, uint64 value, int pe) {
     nvshmemx_putmem_signal_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes,

@@ -12,7 +12,7 @@ constexpr int COMMANDS = LORA_COMMANDS, COMMAND_WORDS = 16, NOTES = LORA_NOTES;
 
 // A client as the shard's kernel knows it. The words up to `pe` come with CONNECT; the poller alone writes the rest.
 struct alignas(128) Link {
-    uint64 epoch;  // 0: nobody
+    uint64 epoch;  // 0: no client
     uint64 client, depth;
     uint64 request_slots, request_signal, request_bytes;     // here
     uint64 response_slots, response_signal, response_bytes;  // the client's
@@ -33,7 +33,7 @@ enum Asked { NOTHING_ASKED, ASKED, ALL_HERE };  // the host for weights; whether
 // The weights of (handle, site). A copy engine sets `ready` behind the pages, in stream order.
 struct alignas(32) Entry {
     uint64 ready;         // == generation: the pages are there
-    unsigned generation;  // of who has the handle's index now
+    unsigned generation;  // of the adapter that has the handle's index now
     int row, first_tile, tiles_each;  // or, with UNEVEN tiles each, first_tile is where the experts' places begin
     int first_expert, end_expert;  // that are here
 };
@@ -80,7 +80,7 @@ struct alignas(128) Serve {
     uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
     const int* places;  // [.., 2]: block and first tile of each expert, where those of a site differ in shape
     void* results;  // [max_entries, widest] 16-bit, before they become codes; null where rows travel as they are
-    const uint64* followers;  // [LANES]: a leader's, where each has its table; 0: nobody
+    const uint64* followers;  // [LANES]: a leader's, where each has its table; 0: none
     uint64 numbers;  // a follower's table; 0 while it has no leader
     float* other_partial;  // of every second turn: some blocks may read one turn's while others write the next one's
     int max_entries, max_rank, table_bytes, dtype;  // dtype: of rows that travel

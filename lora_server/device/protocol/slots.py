@@ -58,7 +58,7 @@ class SlotSizes(NamedTuple):
         return PAGE_BYTES + seq % self.depth * self.response
 
     def words(self, epoch: int, client: int, requests: int, responses: int, pe: int = HERE) -> dict[str, int]:
-        """Return the words of layout.LINK and CLIENT that say who the client is and where both ends' memory lies."""
+        """Return the words of layout.LINK and CLIENT that name the client and both ends' memory."""
         return {
             "epoch": epoch,
             "client": client,

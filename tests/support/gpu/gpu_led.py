@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kernels_cuda.residency import LANES
-from lora_server.device.protocol.codes import MAX_LINKS, NoteKind, Role
+from lora_server.device.protocol.codes import MAX_LINKS, KernelRole, NoteKind
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_schedules import drive, replay, restarts
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting, new_pages
@@ -40,9 +40,9 @@ class Stage:
         self.leader = Shard(self.world, self.chooser, 50_000_000, links, pages=self.pages[0])
         self.follower = Shard(self.world, self.chooser, 50_000_000, follower_links, FOLLOWER, self.pages[1])
         self.tables = self.world.private.new("<u8", LANES)
-        self.leader.serve["role"], self.leader.serve["followers"] = Role.LEADS, address(self.tables)
+        self.leader.serve["role"], self.leader.serve["followers"] = KernelRole.LEADS, address(self.tables)
         self.leader.serve["number"] = self.chooser.choice([0, 0x7FFFFFFD, 0xFFFFFFFC])  # ages wrap
-        self.follower.serve["role"], self.shards = Role.FOLLOWS, (self.leader, self.follower)
+        self.follower.serve["role"], self.shards = KernelRole.FOLLOWS, (self.leader, self.follower)
         for shard in self.shards:
             shard.serve["row_words"] = ROW_WORDS
         self.logs: tuple[Log, Log] = {}, {}
