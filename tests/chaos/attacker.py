@@ -90,7 +90,7 @@ def rings(address: str, count: int) -> None:
                 link.region.request(seqs[index])[:128] = bytes(128)
                 link.push(seqs[index], 128)
             else:
-                link._ring()
+                link.ring()
 
 
 def prefetches(address: str, count: int) -> None:
