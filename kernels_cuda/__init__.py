@@ -6,5 +6,5 @@ layout     weights as tiles, and pages      tables      what kernels are told of
 launch     one launch and its workspace     routing     segments from a router's choice, on the GPU
 heuristics which variant a GPU gets         torch_ops   the step as a torch operator
 build      the sources as one text          shares      which warp does what
-residency  which blocks find room beside each other
+residency  which blocks find room together     sizes       numbers that hosts and kernels share
 """

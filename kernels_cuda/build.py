@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from kernels_cuda import sizes
+
 SOURCE = Path(__file__).parent / "source"
 KERNELS = ("lora_step", "shrink", "expand")
 DTYPES = ("bfloat16", "float16")
@@ -17,7 +19,7 @@ def read_source(name: str = "lora_step.cu", instead: Mapping[str, str] | None = 
 
     One text without includes needs no search path, and a cache that hashes it misses no change.
     """
-    texts, seen = instead or {}, set[str]()
+    texts, seen = {"sizes.cuh": sizes.HEADER} | dict(instead or {}), set[str]()
 
     def expand(name: str) -> str:
         seen.add(name)

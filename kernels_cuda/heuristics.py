@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels_cuda.layout import FRAGMENT_BYTES, GROUP, MAX_RANK, TILE_BYTES
+from kernels_cuda.layout import GROUP, MAX_RANK
+from kernels_cuda.sizes import FRAGMENT_BYTES, TILE_BYTES
 
 STAGES = 2  # tiles that a warp has under way or in hand
 WARPS = 8

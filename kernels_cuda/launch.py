@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels_cuda.layout import CHUNK, CHUNKS, GROUP, MAX_RANK, TILE_BYTES
+from kernels_cuda.layout import GROUP, MAX_RANK
+from kernels_cuda.sizes import CHUNK, CHUNKS, TILE_BYTES
 
 MAX_WINDOWS = 3
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

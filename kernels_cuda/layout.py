@@ -25,16 +25,11 @@ import torch
 from torch.nn.functional import pad
 
 from kernels_cuda.ops import Block, Pair, stack
+from kernels_cuda.sizes import CHUNK, CHUNKS, FRAGMENT_BYTES, MAX_PAIRS, PAGE_TILES, TILE_BYTES
 
-FRAGMENT_BYTES = 512
-TILE_BYTES = 8192
-PAGE_TILES = 256
 PAGE_BYTES = PAGE_TILES * TILE_BYTES
 GROUP = 16
-CHUNK = 256
-CHUNKS = 2  # chunks of K that are summed before they meet the others: see step.cuh
 MAX_RANK = 256
-MAX_PAIRS = 7
 BAND = 4  # blocks of 16 output rows: a lane stores their results together
 
 _TILE_ELEMENTS = TILE_BYTES // 2

@@ -27,13 +27,14 @@ import torch
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant
+from kernels_cuda.sizes import ROUTE_DIGIT_BITS, ROUTE_PAIR_BITS
 from kernels_cuda.tables import SEGMENT_INTS
 
-MAX_PAIRS = 1 << 13  # a pair's number and its key lie in one word of 32 bits: see route.cu
+MAX_PAIRS = 1 << ROUTE_PAIR_BITS
 MAX_KEYS = 1 << 19
 DIRECTORY_INTS = 3  # row of the block table, first tile, tiles of each expert
 WARPS = 32
-DIGITS = 16
+DIGITS = 1 << ROUTE_DIGIT_BITS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-JOB_ROWS = 32  # entries that share one copy of a tile
+from kernels_cuda.sizes import JOB_ROWS
+
 BAND_ROWS = 8  # entries that share one MMA
 
 Ints = npt.NDArray[np.int64]

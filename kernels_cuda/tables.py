@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels_cuda.layout import GROUP, MAX_PAIRS, BlockShape
+from kernels_cuda.layout import GROUP, BlockShape
+from kernels_cuda.sizes import MAX_PAIRS
 
 PAIR = np.dtype([("groups", "<i4"), ("out_begin", "<i4"), ("out_rows", "<i4"), ("scale", "<f4")])
 BLOCK = np.dtype(

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from bench.kernels.draws import draws
 from bench.kernels.models import Model, Site
 from kernels_cuda.heuristics import WARPS
-from kernels_cuda.layout import CHUNKS, TILE_BYTES
 from kernels_cuda.shares import BAND_ROWS, Ints, job_cost, rows_of_jobs, shares
+from kernels_cuda.sizes import CHUNKS, TILE_BYTES
 
 WORKERS = 132 * WARPS  # H100, H200
 TILE_US = 1.0  # of a warp whose copies never wait for those of others

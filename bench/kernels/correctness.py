@@ -16,8 +16,9 @@ import torch
 
 from bench.kernels.ours import aligned_pages
 from kernels_cuda.launch import DeviceStep, Workspace
-from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_of
+from kernels_cuda.layout import PAGE_BYTES, pack, shape_of
 from kernels_cuda.ops import Block, Pair, Segment, stack
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
 LIMIT = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of |error| / |result|

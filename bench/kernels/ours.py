@@ -11,9 +11,10 @@ from bench.kernels.draws import Draw
 from bench.kernels.models import NUM_ADAPTERS, Model, Site
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.launch import DeviceStep, Workspace
-from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
+from kernels_cuda.layout import PAGE_BYTES, unpack
 from kernels_cuda.ops import Block
 from kernels_cuda.routing import Choice, Route, Router
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import BlockTable
 
 DTYPE = torch.bfloat16

@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.kernels.floor import distinct_bytes, expected_pairs
 from bench.kernels.models import Model, Site
-from kernels_cuda.layout import CHUNK, CHUNKS, GROUP, TILE_BYTES
+from kernels_cuda.layout import GROUP
+from kernels_cuda.sizes import CHUNK, CHUNKS, TILE_BYTES
 
 GBPS = 4300.0  # H200: bytes read plus bytes written per second of a device-to-device copy
 FLOAT_BYTES = 4

@@ -2,11 +2,12 @@
 //
 // One block, and no memory but its own: a stable radix sort of the pairs by adapter * experts + expert, four bits at a
 // time. Its cost grows with the pairs and with the bits of the largest key, not with the number of buckets.
+#include "sizes.cuh"
 #include "warp.cuh"
 
-constexpr int PAIR_BITS = 13;
+constexpr int PAIR_BITS = LORA_ROUTE_PAIR_BITS;
 constexpr int MAX_PAIRS = 1 << PAIR_BITS;
-constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
+constexpr int DIGIT_BITS = LORA_ROUTE_DIGIT_BITS, DIGITS = 1 << DIGIT_BITS;
 
 struct RouteArgs {
     const int* experts;    // [tokens, top_k]

@@ -1,16 +1,18 @@
 // One step: its arguments, its tables, and where its tiles lie. Legend: N entries, K input columns, R lora rank.
-// Mirrored by kernels_cuda/layout.py (tiles), tables.py (blocks, segments) and launch.py (the argument list).
+// Mirrored by kernels_cuda/layout.py (tiles), tables.py (blocks, segments) and launch.py (the argument list); sizes.cuh is
+// made of sizes.py.
 #pragma once
+#include "sizes.cuh"
 #include "warp.cuh"
 
-constexpr int FRAGMENT_BYTES = 512;    // 16 x 16 weights, in the order in which the lanes of an MMA hold them
-constexpr int TILE_BYTES = 8192;       // at most 16 fragments
-constexpr int PAGE_TILES = 256;        // 2 MiB
-constexpr int CHUNK = 256;             // columns of A in a tile
-constexpr int CHUNKS = 2;              // chunks summed in one partial: the only split of K there is
-constexpr int JOB_ROWS = 32;           // entries that share one copy of a tile
-constexpr int MAX_GROUPS = 16;         // of 16 ranks, in one pair
-constexpr int MAX_PAIRS = 7;
+constexpr int FRAGMENT_BYTES = LORA_FRAGMENT_BYTES;  // 16 x 16 weights, in the order in which the lanes of an MMA hold them
+constexpr int TILE_BYTES = LORA_TILE_BYTES;          // at most 16 fragments
+constexpr int PAGE_TILES = LORA_PAGE_TILES;          // 2 MiB
+constexpr int CHUNK = LORA_CHUNK;                    // columns of A in a tile
+constexpr int CHUNKS = LORA_CHUNKS;                  // chunks summed in one partial: the only split of K there is
+constexpr int JOB_ROWS = LORA_JOB_ROWS;              // entries that share one copy of a tile
+constexpr int MAX_GROUPS = 16;                       // of 16 ranks, in one pair
+constexpr int MAX_PAIRS = LORA_MAX_PAIRS;
 
 struct alignas(16) Pair { int groups, out_begin, out_rows; float scale; };  // groups: 16 ranks each; 0: zeros
 struct alignas(16) Block {

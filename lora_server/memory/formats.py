@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 import torch
 from typing_extensions import override
 
-from kernels_cuda.layout import TILE_BYTES, BlockShape, PairShape, block_shape, pack
+from kernels_cuda.layout import BlockShape, PairShape, block_shape, pack
 from kernels_cuda.ops import Block, Pair, stack
+from kernels_cuda.sizes import TILE_BYTES
 from lora_server.adapters import DeltaPart
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import ModelSpec, Site

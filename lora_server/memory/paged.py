@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels_cuda.layout import TILE_BYTES, BlockShape
+from kernels_cuda.layout import BlockShape
+from kernels_cuda.sizes import TILE_BYTES
 from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.directory import BlockDirectory, Ints

@@ -16,7 +16,7 @@ from bench import fetch_peers, kernels_cpu
 from bench.kernels import correctness, draws, floor, ours, peer_process, roofline
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from bench.kernels.peers import vllm
-from kernels_cuda import layout, routing
+from kernels_cuda import routing, sizes
 from kernels_cuda.heuristics import Variant
 from tests.support.gpu import emulated
 from tests.support.sources import ROOT
@@ -52,7 +52,7 @@ def test_the_roofline_gives_the_reference_figures_and_our_layout_reads_no_more()
     for model in MODELS.values():
         for site in model.sites:
             assert site.shape.read_bytes == site.a_bytes + site.b_bytes
-            assert site.shape.num_tiles * layout.TILE_BYTES < 1.07 * site.shape.read_bytes
+            assert site.shape.num_tiles * sizes.TILE_BYTES < 1.07 * site.shape.read_bytes
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from client_connector.transformers import attach
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import max_rank_of
-from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, shape_of, unpack
+from kernels_cuda.layout import PAGE_BYTES, shape_of, unpack
 from kernels_cuda.ops import NOTHING
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from lora_server.daemon import backends
 from lora_server.daemon.backends import MemorySettings
 from lora_server.demo import tiny

@@ -20,21 +20,10 @@ from kernels_cuda import build
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
 from kernels_cuda.launch import DeviceStep, Workspace, arguments, max_rank_of
-from kernels_cuda.layout import (
-    CHUNK,
-    CHUNKS,
-    FRAGMENT_BYTES,
-    GROUP,
-    MAX_RANK,
-    TILE_BYTES,
-    BlockShape,
-    PairShape,
-    pack,
-    shape_of,
-    unpack,
-)
+from kernels_cuda.layout import GROUP, MAX_RANK, BlockShape, PairShape, pack, shape_of, unpack
 from kernels_cuda.ops import NOTHING, Block, Pair, stack
 from kernels_cuda.shares import job_cost, rows_of_jobs, shares
+from kernels_cuda.sizes import CHUNK, CHUNKS, FRAGMENT_BYTES, TILE_BYTES
 from kernels_cuda.tables import BLOCK, BlockTable
 from lora_server.device.protocol import source
 from tests.support.gpu import emulated, gpu_texts

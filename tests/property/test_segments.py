@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, pack, shape_of
+from kernels_cuda.layout import pack, shape_of
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from lora_server.errors import AdapterError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.directory import ABSENT, EMPTY_PLACE, BlockDirectory
 from lora_server.memory.entry import LayerState

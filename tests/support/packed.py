@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels_cuda.launch import DeviceStep, Workspace
-from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_of
+from kernels_cuda.layout import PAGE_BYTES, pack, shape_of
 from kernels_cuda.ops import Step
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
 POISON = 0xFF  # NaN in every float format, wherever a kernel reads unwritten memory

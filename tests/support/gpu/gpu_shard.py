@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kernels_cuda.layout import CHUNK, CHUNKS, PAGE_TILES, TILE_BYTES
 from kernels_cuda.residency import LANES
+from kernels_cuda.sizes import CHUNK, CHUNKS, PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import BLOCK
 from lora_server.device.protocol import codes, layout
 from lora_server.device.protocol.codes import CommandKind, NoteKind, Refusal

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
+from kernels_cuda.layout import BlockShape, pack, shape_of
 from kernels_cuda.ops import Pair, stack
+from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import LoraServerError
 from lora_server.shard import request as requests
