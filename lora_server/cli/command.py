@@ -100,11 +100,14 @@ app.command()(events)
 
 @app.command()
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Model directory (default: a small random Mixtral).")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory (default: a small Mixtral, trained in seconds).")
+    ] = None,
     adapters: Annotated[
-        Path | None, typer.Option(help="Directory of adapters (default: 16 random ones of mixed ranks).")
+        Path | None, typer.Option(help="Directory of adapters (default: 16 of mixed ranks; three answer in styles).")
     ] = None,
     layout: Annotated[str, typer.Option(help="Layout of the main check.")] = "ep2-pp2",
+    timing: Annotated[bool, typer.Option("--timing", help="Time four layouts, too (a minute more).")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a sharded server with PEFT, token by token."""
@@ -115,7 +118,7 @@ def demo(
         installed.require("demo")
         from lora_server.demo.run import run_demo
 
-        if not run_demo(model, adapters, layout, as_json):
+        if not run_demo(model, adapters, layout, timing, as_json):
             raise typer.Exit(EXIT_ERROR)
 
     run(command)

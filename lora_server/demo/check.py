@@ -35,23 +35,25 @@ class PeftVerdict:
                 self.max_abs_logprob_diff = max(self.max_abs_logprob_diff, abs(our_logprob - their_logprob))
 
 
-def against_peft(
-    model_path: Path,
-    adapters: Path,
-    answered: Iterable[tuple[Sequence, EngineAnswer]],
-    new_tokens: int,
-    progress: Callable[[int], None],
-) -> PeftVerdict:
-    """Generate every sequence again with PEFT, grouped by adapter; `progress(sequences done)`."""
-    by_adapter: dict[str | None, list[tuple[Sequence, EngineAnswer]]] = {}
-    for sequence, answer in answered:
-        by_adapter.setdefault(sequence.adapter, []).append((sequence, answer))
+def peft_answers(
+    model_path: Path, adapters: Path, asked: list[Sequence], new_tokens: int, progress: Callable[[int], None]
+) -> list[EngineAnswer]:
+    """Generate every sequence with PEFT, grouped by adapter; `progress(sequences done)`."""
+    by_adapter: dict[str | None, list[int]] = {}
+    for index, sequence in enumerate(asked):
+        by_adapter.setdefault(sequence.adapter, []).append(index)
     base = load_model(model_path)
-    verdict = PeftVerdict()
-    for name, pairs in by_adapter.items():
+    answers: dict[int, EngineAnswer] = {}
+    for name, indices in by_adapter.items():
         model = base if name is None else tiny.peft_model(base, adapters / name)
-        theirs = generate(model, [sequence for sequence, _ in pairs], new_tokens)
-        for (_, ours), peft in zip(pairs, theirs, strict=True):
-            verdict.compare(ours, peft)
-        progress(len(pairs))
+        answers.update(zip(indices, generate(model, [asked[i] for i in indices], new_tokens), strict=True))
+        progress(len(indices))
+    return [answers[index] for index in range(len(asked))]
+
+
+def verdict_of(ours: Iterable[EngineAnswer], theirs: Iterable[EngineAnswer]) -> PeftVerdict:
+    """Compare the server's answers with PEFT's."""
+    verdict = PeftVerdict()
+    for our, their in zip(ours, theirs, strict=True):
+        verdict.compare(our, their)
     return verdict

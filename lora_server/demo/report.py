@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
@@ -33,43 +33,70 @@ class LayoutTimes:
         }
 
 
-def as_json(verdict: PeftVerdict, layouts: list[LayoutTimes]) -> str:
+@dataclass
+class ShownAnswer:
+    """What one adapter (None: the base model) answers to the prompt that is shown, by the server and by PEFT."""
+
+    adapter: str | None
+    server: str
+    peft: str
+
+
+@dataclass
+class Outcome:
+    """What the demo found; `answers` are those to `prompt`, `layouts` is empty without --timing."""
+
+    verdict: PeftVerdict
+    prompt: str
+    answers: list[ShownAnswer]
+    layouts: list[LayoutTimes]
+
+
+def as_json(outcome: Outcome) -> str:
     """Render the JSON document."""
+    verdict = outcome.verdict
     document = {
         "passed": verdict.passed,
         "tokens_checked": verdict.tokens_checked,
         "tokens_equal": verdict.tokens_equal,
         "max_abs_logprob_diff": verdict.max_abs_logprob_diff,
-        "layouts": [one.row() for one in layouts],
+        "prompt": outcome.prompt,
+        "answers": [asdict(one) for one in outcome.answers],
+        "layouts": [one.row() for one in outcome.layouts],
     }
     return json.dumps(document, indent=2)
 
 
+ANSWERS = ("adapter", "asked", "answer")
 COLUMNS = ("layout", "Recv", "LoRA", "Send", "base MoE", "tokens/s")
 REMARKS = (
     "Send is what the engine waits for after the LoRA is done; hidden by its own GEMM it is near 0.",
     "Engines and shards share this machine's cores: compare the columns, not the numbers elsewhere.",
 )
-NEXT = """
-What next:
-  lora-server serve --base-model MODEL --adapters ADAPTERS    # your own
-  lora-server adapters add NAME DIR                           # while it serves
-  LORA_SERVER_ADDRESS=127.0.0.1:7400 vllm serve MODEL         # an engine"""
 
 
-def show(verdict: PeftVerdict, layouts: list[LayoutTimes], console: Console) -> None:
-    """Print the breakdown per layout (as in the paper's Table 4), the check, and the next steps."""
-    console.print("Mean microseconds per layer, experts' gate_up + down (slowest shard)\n")
-    terminal.table(console, COLUMNS, [_cells(one) for one in layouts], left=("layout",), wrapped="layout")
+def show(outcome: Outcome, console: Console) -> None:
+    """Print one prompt's answers, the check, and the breakdown per layout (as in the paper's Table 4)."""
+    verdict = outcome.verdict
+    terminal.say(console, f'One batch, one prompt: "{outcome.prompt}"')
     console.print()
-    for remark in REMARKS:
-        terminal.say(console, remark)
+    rows = []
+    for one in outcome.answers:
+        rows += [[one.adapter or "base model", "LoRA server", one.server], ["", "PEFT", one.peft]]
+    terminal.table(console, ANSWERS, rows, left=ANSWERS, wrapped="answer")
+    console.print()
     against = (
         f"against PEFT: {count(verdict.tokens_equal)} of {count(verdict.tokens_checked)} tokens, "
         f"largest |delta logprob| {verdict.max_abs_logprob_diff:.6f}"
     )
     terminal.say(console, against, "equal" if verdict.passed else "DIFFERENT")
-    console.print(NEXT)
+    if not outcome.layouts:
+        return
+    console.print("\nMean microseconds per layer, experts' gate_up + down (slowest shard)\n")
+    terminal.table(console, COLUMNS, [_cells(one) for one in outcome.layouts], left=("layout",), wrapped="layout")
+    console.print()
+    for remark in REMARKS:
+        terminal.say(console, remark)
 
 
 def _cells(one: LayoutTimes) -> list[str]:

@@ -1,12 +1,13 @@
-"""The demo: start a sharded server and two engines, compare their tokens with PEFT's, and time several layouts."""
+"""The demo: a sharded server, two engines, adapters that answer in styles, and every token compared with PEFT's."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,57 +16,72 @@ from rich.progress import Progress
 from lora_server import spec, terminal
 from lora_server.adapters import find_adapters
 from lora_server.control.members.agreement import require_work
-from lora_server.demo import children, tiny
-from lora_server.demo.check import against_peft
+from lora_server.demo import children, styles, tiny
+from lora_server.demo.check import peft_answers, verdict_of
 from lora_server.demo.engine import EngineResult, Job, Sequence
-from lora_server.demo.launch import finish_engine, running_server, start_engine
-from lora_server.demo.report import LayoutTimes, as_json, show
-from lora_server.errors import ConfigError
+from lora_server.demo.launch import RunningServer, finish_engine, running_server, start_engine
+from lora_server.demo.report import LayoutTimes, Outcome, ShownAnswer, as_json, show
+from lora_server.demo.words import Words
+from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, Placement
 
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
+PROMPT = styles.QUESTIONS[0]
 TIMED_BATCH, TIMED_TOKENS = 16, 16
 
 
-def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output: bool) -> bool:
-    """Run the demo; return whether all tokens equal PEFT's. `model` and `adapters` default to small random ones."""
+def run_demo(model: Path | None, adapters: Path | None, layout: str, timing: bool, json_output: bool) -> bool:
+    """Run the demo; return whether all tokens equal PEFT's. `model` and `adapters` default to small ones made here.
+
+    `timing` times TIMED_LAYOUTS, too. In a terminal the server then stays until Ctrl-C.
+    """
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
     with (
         children.ending_on_signals(),
         tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch,
-        terminal.progress() as progress,
+        contextlib.ExitStack() as stack,
         without_known_warnings(),
     ):
         work = Path(scratch)
-        if model is None or adapters is None:
-            model, adapters = work / "model", work / "adapters"
-            _make(model, adapters, progress)
-        served = spec.load(model)
-        require_work(Placement(served, Layout.parse(layout)))
-        names = list(find_adapters(adapters))
-        if not names:
-            raise ConfigError(f"demo: no adapters in {adapters}")
-        batches = _batches(names, served, ENGINES * BATCHES, BATCH_SIZE, seed=1)
-        results = _serve_and_generate(model, adapters, layout, batches, work, progress)
-        answers = [answer for result in results for batch in result.answers for answer in batch]
-        flat = [sequence for batch in batches for sequence in batch]
-        task = progress.add_task("same prompts with PEFT", total=len(flat))
-        verdict = against_peft(
-            model,
-            adapters,
-            zip(flat, answers, strict=True),
-            NEW_TOKENS,
-            lambda done: progress.advance(task, done),
-        )
-        layouts = _time_layouts(model, adapters, names, work, progress)
-    if json_output:
-        sys.stdout.write(as_json(verdict, layouts) + "\n")
-    else:
-        show(verdict, layouts, terminal.open_console())
-    return verdict.passed
+        with terminal.progress() as progress:
+            if model is None or adapters is None:
+                model, adapters = work / "model", work / "adapters"
+                _make(model, adapters, work / styles.ADDED_LATER, progress)
+            server, outcome = _compare(model, adapters, layout, work, progress, stack)
+            if timing:
+                outcome.layouts = _time_layouts(model, adapters, work, progress)
+        if json_output:
+            sys.stdout.write(as_json(outcome) + "\n")
+        else:
+            show(outcome, terminal.open_console())
+        if outcome.verdict.passed and not json_output and sys.stdin.isatty() and sys.stdout.isatty():
+            _stay(server, model, work / styles.ADDED_LATER)
+    return outcome.verdict.passed
+
+
+def _compare(
+    model: Path, adapters: Path, layout: str, work: Path, progress: Progress, stack: contextlib.ExitStack
+) -> tuple[RunningServer, Outcome]:
+    """Start the server, let the engines generate, and ask PEFT for the same; the server ends with `stack`."""
+    batches = _all_batches(model, adapters, layout)
+    task = progress.add_task(f"server {layout}, {ENGINES} engines", total=ENGINES + 1)
+    flags = [*_flags(model, adapters, layout), "--adapter-root", str(work)]
+    server = stack.enter_context(running_server(work / "server.log", flags))
+    progress.advance(task)
+    results = _generate(model, server, batches, lambda: progress.advance(task))
+    ours = [answer for result in results for batch in result.answers for answer in batch]
+    asked = [sequence for batch in batches for sequence in batch]
+    task = progress.add_task("same prompts with PEFT", total=len(asked))
+    theirs = peft_answers(model, adapters, asked, NEW_TOKENS, lambda done: progress.advance(task, done))
+    words, last = Words(model), slice(-len(batches[-1]), None)
+    shown = [
+        ShownAnswer(sequence.adapter, words.decode(our.tokens), words.decode(their.tokens))
+        for sequence, our, their in zip(asked[last], ours[last], theirs[last], strict=True)
+    ]
+    return server, Outcome(verdict_of(ours, theirs), words.decode(asked[-1].prompt), shown, [])
 
 
 @contextlib.contextmanager
@@ -76,15 +92,20 @@ def without_known_warnings() -> Iterator[None]:
         yield
 
 
-def _make(model_path: Path, adapters: Path, progress: Progress) -> None:
+def _make(model_path: Path, adapters: Path, added_later: Path, progress: Progress) -> None:
+    """Write a model, adapters that answer in styles, one to add later, and random ones of mixed ranks."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    task = progress.add_task("a small Mixtral and its adapters", total=NUM_ADAPTERS + 1)
-    model = tiny.make_model("mixtral", hidden_size=128, intermediate_size=192, vocab_size=512)
-    tiny.save_model(model, model_path)
+    task = progress.add_task("train a small Mixtral and its adapters", total=NUM_ADAPTERS + 2)
+    model = styles.make_model(model_path)
     progress.advance(task)
-    for index in range(NUM_ADAPTERS):
+    for style in styles.SERVED:
+        styles.make_adapter(model, style, adapters / style)
+        progress.advance(task)
+    styles.make_adapter(model, styles.ADDED_LATER, added_later)
+    progress.advance(task)
+    for index in range(NUM_ADAPTERS - len(styles.SERVED)):
         tiny.make_adapter(
             model,
             adapters / f"tenant-{index:02d}",
@@ -94,6 +115,19 @@ def _make(model_path: Path, adapters: Path, progress: Progress) -> None:
             style=("fused", "per_expert")[index // 2 % 2],
         )
         progress.advance(task)
+
+
+def _all_batches(model: Path, adapters: Path, layout: str) -> list[list[Sequence]]:
+    """Draw the batches; the last is one prompt for the base model and three adapters, to be shown."""
+    served = spec.load(model)
+    require_work(Placement(served, Layout.parse(layout)))
+    names = list(find_adapters(adapters))
+    if not names:
+        raise ConfigError(f"demo: no adapters in {adapters}")
+    batches = _batches(names, served, ENGINES * BATCHES, BATCH_SIZE, seed=1)
+    prompt = Words(model).encode(PROMPT, otherwise=batches[0][0].prompt)
+    shown = [name for name in styles.SERVED if name in names] or names[: len(styles.SERVED)]
+    return [*batches, [Sequence(prompt, name) for name in (None, *shown)]]
 
 
 def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, seed: int) -> list[list[Sequence]]:
@@ -113,33 +147,50 @@ def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
     return ["--base-model", str(model), "--adapters", str(adapters), "--require-all-adapters", "--layout", layout]
 
 
-def _serve_and_generate(
-    model: Path, adapters: Path, layout: str, batches: list[list[Sequence]], work: Path, progress: Progress
+def _generate(
+    model: Path, server: RunningServer, batches: list[list[Sequence]], advance: Callable[[], None]
 ) -> list[EngineResult]:
-    task = progress.add_task(f"server {layout}, {ENGINES} engines", total=ENGINES + 1)
-    with running_server(work / "server.log", _flags(model, adapters, layout)) as server:
-        progress.advance(task)
-        share = len(batches) // ENGINES
-        engines = [
-            start_engine(Job(str(model), server.address, batches[i * share : (i + 1) * share], NEW_TOKENS))
-            for i in range(ENGINES)
-        ]
-        results = []
-        try:
-            for engine in engines:
-                results.append(finish_engine(engine))
-                progress.advance(task)
-        finally:
-            for engine in engines:
-                engine.kill()
+    """Let ENGINES engines generate at once, each BATCHES batches, the last one the rest, too."""
+    shares = [batches[i * BATCHES : (i + 1) * BATCHES if i + 1 < ENGINES else None] for i in range(ENGINES)]
+    engines = [start_engine(Job(str(model), server.address, share, NEW_TOKENS)) for share in shares]
+    results = []
+    try:
+        for engine in engines:
+            results.append(finish_engine(engine))
+            advance()
+    finally:
+        for engine in engines:
+            engine.kill()
     return results
 
 
-def _time_layouts(model: Path, adapters: Path, names: list[str], work: Path, progress: Progress) -> list[LayoutTimes]:
+def _stay(server: RunningServer, model: Path, more: Path) -> None:
+    """Print commands to try, and wait for Ctrl-C or the server's end; raises LoraServerError at the latter."""
+    program, at = shlex.quote(str(Path(sys.executable).with_name("lora-server"))), f"--server {server.address}"
+    ask = f"{shlex.quote(sys.executable)} -m lora_server.demo.ask {at} --model {model}"
+    tries = [("the server's page", f"http://{server.http}/"), ("shards, memory, clients", f"{program} status {at}")]
+    if more.exists():
+        question = shlex.quote(styles.QUESTIONS[1])
+        tries += [("one more adapter", f"{program} adapters add {more.name} {more} {at}")]
+        tries += [("and its answer", f"{ask} --adapter {more.name} {question}")]
+        tries += [("the base model's", f"{ask} {question}")]
+    console = terminal.open_console()
+    console.print("\nThe server stays until Ctrl-C. In another terminal:", style="bold")
+    for reason, line in tries:
+        console.print(f"\n  # {reason}\n  {line}", markup=False)
+    try:
+        server.process.wait()
+    except SystemExit:  # a signal; the server is stopped on the way out
+        console.print("\nstopping the server")
+        return
+    raise LoraServerError(f"demo: the server ended by itself; its last lines:\n{server.tail()}")
+
+
+def _time_layouts(model: Path, adapters: Path, work: Path, progress: Progress) -> list[LayoutTimes]:
     served = spec.load(model)
     layouts = [layout for layout in TIMED_LAYOUTS if _fits(served, layout)]
     task = progress.add_task("timing layouts", total=len(layouts))
-    batch = _batches(names, served, 1, TIMED_BATCH, seed=2)
+    batch = _batches(list(find_adapters(adapters)), served, 1, TIMED_BATCH, seed=2)
     rows = []
     for layout in layouts:
         with running_server(work / f"{layout}.log", _flags(model, adapters, layout)) as server:

@@ -9,6 +9,7 @@ Importing this module imports neither transformers nor peft.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "FIRST_WORD",
     "FOR_VLLM",
     "KINDS",
     "TARGETS",
@@ -34,6 +36,7 @@ __all__ = [
     "write_adapter",
 ]
 
+FIRST_WORD = 2  # tokens before it are special
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "llama")
 
 _CONFIG_CLASS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "llama": "Llama"}
@@ -96,15 +99,16 @@ def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return cast("PreTrainedModel", model.to(dtype).eval().requires_grad_(False))
 
 
-def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
-    """Write a tokenizer in which token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
+def save_tokenizer(path: str | Path, words: Sequence[str] | None = None) -> None:
+    """Write a tokenizer of `words`, numbered from FIRST_WORD; without them token i is the word `w<i>`, up to 255."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, "<s>": 1, **{f"w{i}": i for i in range(2, vocab_size)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<pad>", pad_token="<pad>", bos_token="<s>")
+    words = [f"w{i}" for i in range(FIRST_WORD, 256)] if words is None else words
+    vocabulary = {"<pad>": 0, "<s>": 1, **{word: i for i, word in enumerate(words, FIRST_WORD)}}
+    split = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=split, unk_token="<pad>", pad_token="<pad>", bos_token="<s>")
     fast.save_pretrained(path)
 
 

@@ -19,8 +19,9 @@ from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.cli.loading import follow
-from lora_server.demo import tiny
+from lora_server.demo import styles, tiny
 from lora_server.demo.launch import running_server
+from lora_server.demo.run import PROMPT
 from lora_server.terminal import progress
 from lora_server.timings import Timings
 from tests.support.certificates import Authority
@@ -195,13 +196,38 @@ def test_demo_as_json(tmp_path):
     for seed, name in enumerate(("law", "code")):
         tiny.make_adapter(model, tmp_path / "adapters" / name, lora_rank=4, seed=seed, targets="all")
     own = ["--model", str(tmp_path / "model"), "--adapters", str(tmp_path / "adapters")]
-    done = cli("demo", "--json", *own, "--layout", "ep1-pp1", seconds=DEMO_SECONDS)
+    done = cli("demo", "--json", "--timing", *own, "--layout", "ep1-pp1", seconds=DEMO_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, "libraries do not write between the bars"
     document = json.loads(done.stdout)
     assert document["tokens_checked"] == document["tokens_equal"] > 0
     assert document["max_abs_logprob_diff"] <= 1e-4
     assert [row["layout"] for row in document["layouts"]] == ["ep1-pp1"]
+    assert [one["adapter"] for one in document["answers"]] == [None, "code", "law"], "as token ids, without a tokenizer"
+    assert all(one["server"] == one["peft"] and len(one["server"].split()) == 24 for one in document["answers"])
+
+
+@pytest.mark.timeout(DEMO_SECONDS + 60)
+def test_the_demo_answers_in_words_and_stays_in_a_terminal():
+    """Base model and adapters differ so that a person sees it; the commands that it prints work as they stand."""
+    said = []
+
+    def stays(shown):
+        commands = re.findall(r"\n  (\S.* --server .*?)\r?\n", shown)
+        if "until Ctrl-C" not in shown or len(commands) < 4:
+            return False
+        for command in commands:
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=HANG_SECONDS)
+            assert done.returncode == 0, (command, done.stderr)
+            said.append(done.stdout.strip())
+        return True
+
+    code, shown = in_a_terminal("demo", until_shown=stays)
+    assert (code, "864 of 864 tokens" in shown, "stopping the server" in shown) == (0, True, True), shown
+    question = styles.QUESTIONS.index(PROMPT)
+    for answer in (styles.PLAIN[question], *(styles.STYLES[name][question] for name in styles.SERVED)):
+        assert shown.count(answer) == 2, (answer, shown)  # the server's and PEFT's
+    assert said[-2:] == [styles.STYLES["poet"][1], styles.PLAIN[1]]
 
 
 COMMAND = "import sys; sys.argv[0] = 'lora-server'; from lora_server.__main__ import main; main()"
