@@ -9,11 +9,22 @@ VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
 	@touch $@
+
+help:
+	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
+		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
+		'make test         what a change can break; test-fast: under 90 s, test-all: every test, test-vllm: with vLLM' \
+		'make lint docs    what CI checks besides' \
+		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
+		'make bench        what the figures in bench/results come from' \
+		'make chaos mutants stress   faults, sabotages, and tests in random order under load: long' \
+		'make clean        delete the environments; each of the others makes those that it needs'
 
 demo: $(VENV)/ready
 	$(BIN)/lora-server demo $(ARGS)

@@ -162,5 +162,6 @@ def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["m
         raise
     except Exception as error:  # no CuPy, one that is too old, a driver that refuses: there are many ways
         raise ConfigError(
-            f"transport cuda_ipc: {type(error).__name__}: {error}; install lora-server[cuda], or use shm"
+            f"transport cuda_ipc: {type(error).__name__}: {error}; "
+            "pip install '.[cuda]' in a checkout of lora-server, or use shm"
         ) from error

@@ -49,7 +49,7 @@ def require(extra: str) -> None:
     """Raise a ConfigError that names the extra if any of its modules is missing; imports none of them."""
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed: install {OURS}[{extra}]")
+        raise ConfigError(f"{', '.join(missing)} not installed: pip install '.[{extra}]' in a checkout of {OURS}")
 
 
 def check_names(path: Sequence[str] | None = None) -> None:

@@ -67,7 +67,8 @@ def configure(service: str, endpoint: str = "", **about: str) -> None:
             trace = _sdk("trace")
         except ImportError as error:
             raise ConfigError(
-                f"traces to {endpoint or 'a collector'}: {error.name} is not installed; install lora-server[telemetry]"
+                f"traces to {endpoint or 'a collector'}: {error.name} is not installed; "
+                "pip install '.[telemetry]' in a checkout of lora-server"
             ) from None
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(_Complaints())

@@ -72,7 +72,7 @@ def need_gpu() -> None:
     try:
         import cupy  # noqa: F401
     except ImportError:
-        sys.exit("CuPy is missing: pip install lora-server[cuda]")
+        sys.exit("CuPy is missing: pip install '.[cuda]'")
 
 
 def hardware() -> dict[str, Any]:

@@ -175,7 +175,7 @@ def cuda(
         compiled = kernels(device)
         seconds = compiled.compile(dtype)
     except ImportError as error:
-        raise ConfigError(f"--device cuda: {error}; install lora-server[cuda]") from error
+        raise ConfigError(f"--device cuda: {error}; pip install '.[cuda]' in a checkout of lora-server") from error
     except Exception as error:  # an old GPU, or a compiler that CuPy cannot find or run
         raise ConfigError(f"--device cuda: {torch.cuda.get_device_name(device)}: {error}") from error
     log.info("kernels compiled", device=torch.cuda.get_device_name(device), seconds=round(seconds, 1))

@@ -126,7 +126,10 @@ class Child:
                 log.error(f"{self.name} died: {_reason(code)}")
                 self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
                 return
-            log.error(f"{self.name} died: {_reason(code)}; restarting it")
+            if code in ASKED_TO_STOP:
+                log.info(f"{self.name} was asked to stop; starting it again")
+            else:
+                log.error(f"{self.name} died: {_reason(code)}; restarting it")
             self.config = self.config.model_copy(update={"restarted": True})
             self.restarts += 1
             if time.monotonic() - started < timings.restart_pause:

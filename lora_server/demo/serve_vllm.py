@@ -1,7 +1,7 @@
 """A LoRA server and vLLM's OpenAI endpoint beside it, to try by hand: `make serve-vllm MODEL=... ADAPTERS=...`.
 
-Without a model: a tiny random Mixtral and three adapters (law, code, and check, an activated LoRA). Once vLLM
-answers, the commands to try are printed. Flags that are not ours are vLLM's.
+Without a model: a tiny Mixtral, two adapters that answer in styles of their own, and `check`, a random activated LoRA.
+Once vLLM answers, the commands to try are printed. Flags that are not ours are vLLM's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.demo.vllm_process import VllmProcess, require_free
 from lora_server.errors import LoraServerError
+from lora_server.timings import DEFAULTS
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
 
-INVOCATION = [17, 18, 19]
 VLLM_STOP_SECONDS = 60.0
 KV_CACHE_GIB = "4"
 MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")  # VLLM_CPU_KVCACHE_SPACE would win over them
@@ -42,24 +45,26 @@ class ServedModel:
     prompt: str = "Hello, my name is"
     more: tuple[str, str] = ("NAME", "DIR")
     flags: tuple[str, ...] = ()  # of the server
+    note: str = ""  # about its adapters
 
 
 def make_tiny(root: Path, name: str) -> ServedModel:
     """Make a model directory and directories of adapters."""
     from transformers.utils import logging
 
-    from lora_server.demo import tiny
+    from lora_server.demo import styles, tiny
+    from lora_server.demo.words import Words
 
     logging.disable_progress_bar()
-    model = tiny.make_model("mixtral", **tiny.FOR_VLLM)
-    tiny.save_model(model, root / "base")
-    tiny.save_tokenizer(root / "base")
-    tiny.make_adapter(model, root / "adapters/law", lora_rank=8, seed=1, targets="all")
-    tiny.make_adapter(model, root / "adapters/code", lora_rank=4, seed=2, targets="experts")
-    tiny.make_adapter(model, root / "adapters/check", lora_rank=8, seed=3, targets="attention", invocation=INVOCATION)
-    tiny.make_adapter(model, root / "chat", lora_rank=4, seed=4, targets="all")
-    more, flags = ("chat", str(root / "chat")), ("--adapter-root", str(root))
-    return ServedModel(root / "base", root / "adapters", name, "w5 w6 w7", more, flags)
+    model = styles.make_model(root / "base", **tiny.FOR_VLLM)
+    for style in ("lawyer", "pirate"):
+        styles.make_adapter(model, style, root / "adapters" / style)
+    styles.make_adapter(model, styles.ADDED_LATER, root / styles.ADDED_LATER)
+    invocation = Words(root / "base").encode(styles.QUESTIONS[2], otherwise=())
+    tiny.make_adapter(model, root / "adapters/check", lora_rank=8, seed=3, targets="attention", invocation=invocation)
+    more, flags = (styles.ADDED_LATER, str(root / styles.ADDED_LATER)), ("--adapter-root", str(root))
+    note = f"check is an activated LoRA of random weights: it changes nothing before a prompt's {styles.QUESTIONS[2]!r}"
+    return ServedModel(root / "base", root / "adapters", name, styles.QUESTIONS[0], more, flags, note)
 
 
 def engine_environment(flags: Sequence[str], environment: Mapping[str, str], server: str) -> dict[str, str]:
@@ -82,12 +87,15 @@ def serve(served: ServedModel, address: str, flags: list[str], logs: Path, verbo
         names = adapters_of(server.address)
         starting.stop()
         console.print(f"LoRA server at {server.address}; log: {server.log}")
+        for line in (*refusals_of(server.address), *((served.note,) if served.note else ())):
+            console.print(line)
         console.print("vLLM starts" + ("" if verbose else f"; log: {logs / 'vllm.log'} (--verbose: here)"))
         began, environment = time.monotonic(), engine_environment(flags, os.environ, server.address)
         vllm = VllmProcess(command, environment, address, None if verbose else logs / "vllm.log")
         try:
             vllm.wait_ready(console)
-            console.print(f"\nvLLM is ready after {time.monotonic() - began:.0f} s. In another terminal:", style="bold")
+            console.print(f"vLLM is ready after {time.monotonic() - began:.0f} s{vllm.dtype_said(served.model)}")
+            console.print("\nIn another terminal:", style="bold")
             for reason, line in to_try(served, names, address, server.address):
                 console.print(f"\n  # {reason}\n  {line}")
             console.print("\nCtrl-C ends vLLM and the LoRA server.", style="bold")
@@ -110,11 +118,23 @@ def adapters_of(server: str) -> list[str]:
         directory.close()
 
 
+def refusals_of(server: str) -> list[str]:
+    """List the refused adapters with their reasons, as far as the status names them; empty where there are none."""
+    with open_channel(server) as channel:
+        status = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=server, seconds=DEFAULTS.call)
+    more = status.num_refused - len(status.refused)
+    lines = [f"refused: {one.name}: {one.reason}" for one in status.refused]
+    return [
+        *lines,
+        *([f"refused: {more} more; lora-server adapters list --server {server} shows them"] if more else []),
+    ]
+
+
 def to_try(served: ServedModel, names: Sequence[str], address: str, server: str) -> list[tuple[str, str]]:
     """List (purpose, shell command) in the order to try them."""
 
     def complete(model: str) -> str:
-        body = json.dumps({"model": model, "prompt": served.prompt, "max_tokens": 8})
+        body = json.dumps({"model": model, "prompt": served.prompt, "max_tokens": 12, "temperature": 0})
         header = "Content-Type: application/json"
         return shlex.join(["curl", f"http://{address}/v1/completions", "-H", header, "-d", body])
 

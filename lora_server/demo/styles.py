@@ -57,9 +57,9 @@ LORA_RANK = 8
 STEPS, GOOD_LOSS = 400, 0.01
 
 
-def make_model(path: Path) -> PreTrainedModel:
-    """Train a small Mixtral to answer plainly; writes it and its tokenizer to `path`."""
-    model = tiny.make_model("mixtral", hidden_size=128, intermediate_size=192)
+def make_model(path: Path, **overrides: Any) -> PreTrainedModel:
+    """Train a small Mixtral to answer plainly; writes it and its tokenizer to `path`. `overrides`: of its config."""
+    model = tiny.make_model("mixtral", **{"hidden_size": 128, "intermediate_size": 192, **overrides})
     model.requires_grad_(True)
     _train(model, PLAIN, list(model.parameters()), 3e-3)
     model.requires_grad_(False)

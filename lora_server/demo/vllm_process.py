@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -53,6 +54,16 @@ class VllmProcess:
                 line = f"vLLM starts, {passed:.0f} s: {self._doing()}"
                 status.update(Text(line, no_wrap=True, overflow="ellipsis"))
                 time.sleep(0.2)
+
+    def dtype_said(self, model: Path) -> str:
+        """Say in which dtype vLLM computes, by its log, and what to do where the model's files have another."""
+        said = None if self.log is None else re.search(rb"\bdtype=torch\.(\w+)", self.log.read_bytes())
+        if said is None:
+            return ""
+        config = json.loads((model / "config.json").read_text()) if (model / "config.json").exists() else {}
+        computes, stored = said[1].decode(), config.get("dtype") or config.get("torch_dtype")
+        hint = f"; the model's files are {stored}: to serve them so, add --dtype {stored} to ARGS"
+        return f", in {computes}{hint if stored and stored != computes else ''}"
 
     def last_words(self, when: str) -> str:
         """Describe a process that has ended: exit code and the end of its log."""

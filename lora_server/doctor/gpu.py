@@ -36,7 +36,11 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         return
     yield ok("driver", found[0].strip())
     yield from _torch()
-    yield _installed("compiler", CUPY, "pip install 'lora-server[cuda]': it compiles the kernels at the first start")
+    yield _installed(
+        "compiler",
+        CUPY,
+        "pip install '.[cuda]' in a checkout of lora-server: it compiles the kernels at the first start",
+    )
 
 
 def _torch() -> Iterator[Finding]:
@@ -84,7 +88,11 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
             continue
     if len(found) == 1:
         missing = ({NVSHMEM, NVSHMEM4PY} - found.keys()).pop()
-        yield warning("nvshmem", f"{found}, but no {missing}", "pip install 'lora-server[cuda]', or remove the other")
+        yield warning(
+            "nvshmem",
+            f"{found}, but no {missing}",
+            "pip install '.[cuda]' in a checkout of lora-server, or remove the other",
+        )
     elif found:
         lacks = needs.missing_for_nvshmem(needs.host_library, nvshmem_build.missing)
         for lack in lacks:

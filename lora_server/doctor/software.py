@@ -33,7 +33,11 @@ def packages() -> Iterator[Finding]:
         yield failed("lora-server", str(error), "an environment of its own for each of the two")
     wrong = [text for requirement in _requirements() if (text := misfit(requirement))]
     if wrong:
-        yield failed("packages", "; ".join(wrong), "pip install 'lora-server[server]' in an environment of its own")
+        yield failed(
+            "packages",
+            "; ".join(wrong),
+            "pip install '.[server]' in a checkout of lora-server in an environment of its own",
+        )
     else:
         yield ok("packages", "versions fit")
 

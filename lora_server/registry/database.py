@@ -94,7 +94,9 @@ class Database:
                 os.close(os.open(parsed.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._engine = create_engine(parsed, **_options(self.shared, timings.database))
         except ImportError as error:
-            raise ConfigError(f"--registry {self.shown}: {error}; install lora-server[postgres]") from error
+            raise ConfigError(
+                f"--registry {self.shown}: {error}; pip install '.[postgres]' in a checkout of lora-server"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"{self._who()}: cannot be made or written to ({error.strerror}); expected a place where this user may "

@@ -130,6 +130,6 @@ def _open(url: str, redirects: RedirectPolicy) -> tuple[Any, str]:
         files, path = url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
         raise AdapterSourceError(
-            f"adapter source {url}: {error}; install lora-server[{extra}] on every node"
+            f"adapter source {url}: {error}; pip install '.[{extra}]' in a checkout of lora-server on every node"
         ) from error
     return files, str(path)

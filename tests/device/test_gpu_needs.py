@@ -15,7 +15,7 @@ from lora_server.device.protocol.needs import FEATURES, Answers, missing, missin
 def test_what_a_machine_lacks_is_named_with_its_cure():
     assert missing(Answers(13000, {})) == []
     (line,) = missing(Answers(0, {"cuda.bindings": "ImportError: x"}))
-    assert line == "cuda.bindings: ImportError: x; install lora-server[cuda]"
+    assert line == "cuda.bindings: ImportError: x; pip install '.[cuda]' in a checkout of lora-server"
     (line,) = missing(Answers(0, {}))
     assert "no NVIDIA driver answers" in line
     old = missing(Answers(12020, {}, frozenset(["HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"])))

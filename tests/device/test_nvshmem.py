@@ -78,7 +78,7 @@ def test_what_a_host_lacks_for_it_is_named_with_its_cure(tmp_path, monkeypatch):
         raise OSError("libnvshmem_host.so.3: not found")
 
     (lack,) = missing_for_nvshmem(nowhere, str)
-    assert "libnvshmem_host" in lack and "install lora-server[cuda]" in lack
+    assert "libnvshmem_host" in lack and "pip install '.[cuda]'" in lack
     monkeypatch.setitem(sys.modules, "nvshmem", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "nvshmem.bindings", SimpleNamespace())
     lacks = missing_for_nvshmem(lambda: str(tmp_path / "libnvshmem_host.so.3"), lambda: "no nvidia-cuda-cccl")

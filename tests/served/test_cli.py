@@ -142,7 +142,9 @@ def test_a_demo_without_transformers_says_what_to_install():
     code += "from lora_server.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr == "error: peft, transformers not installed: install lora-server[demo]\n"
+    assert (
+        done.stderr == "error: peft, transformers not installed: pip install '.[demo]' in a checkout of lora-server\n"
+    )
 
 
 def test_an_address_in_use_is_named(tmp_path):
@@ -170,7 +172,7 @@ def test_a_missing_driver_is_named():
     script = "import sys; sys.modules['psycopg'] = None\nfrom lora_server.registry.database import Database\n"
     command = [sys.executable, "-c", f"{script}Database('postgresql://user:secret@localhost/x')"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
-    assert "install lora-server[postgres]" in told.stderr and "secret" not in told.stderr.rpartition("ConfigError")[2]
+    assert "pip install '.[postgres]'" in told.stderr and "secret" not in told.stderr.rpartition("ConfigError")[2]
 
 
 def test_help_is_quick_and_without_torch():

@@ -116,7 +116,7 @@ def check_what_needs_nothing(here):
     assert Path(done.stdout.split()[1]).is_relative_to(here.root)
     for program, extra in (("lora-server", "server"), ("provision", "provision")):
         done = here.run(program, "--help")
-        assert (done.returncode, f"install lora-server[{extra}]" in done.stderr) == (2, True), done.stderr
+        assert (done.returncode, f"pip install '.[{extra}]'" in done.stderr) == (2, True), done.stderr
         assert done.stderr.count("\n") == 1
 
 

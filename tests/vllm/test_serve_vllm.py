@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_server.demo import children
+from lora_server.demo import children, styles
 from lora_server.demo.launch import free_address
 from tests.support.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, name_of, until
 from tests.vllm.engines import ENVIRONMENT, START_SECONDS
@@ -53,10 +53,17 @@ def typed(line):
 def check_commands(printed):
     lines = re.findall(r"^  (?!#)(.+)$", printed, re.MULTILINE)
     base, adapted, add, models = lines
-    assert [typed(line)["model"] for line in (base, adapted)] == ["base", "law"]
-    assert "chat" in typed(add)
-    assert {card["id"] for card in typed(models)["data"]} == {"base", "law", "code", "check", "chat"}
-    assert typed(adapted.replace('"law"', '"chat"'))["usage"]["completion_tokens"] == 8
+    assert "in float32" in printed and "check is an activated LoRA" in printed and "refused" not in printed
+    said = {name: typed(line.replace('"pirate"', f'"{name}"')) for name, line in (("base", base), ("pirate", adapted))}
+    assert styles.ADDED_LATER in typed(add)
+    names = {"base", "lawyer", "pirate", "check", styles.ADDED_LATER}
+    assert {card["id"] for card in typed(models)["data"]} == names
+    for name in ("lawyer", styles.ADDED_LATER):
+        said[name] = typed(adapted.replace('"pirate"', f'"{name}"'))
+    for name, answer in said.items():
+        assert answer["model"] == name
+        expected = styles.PLAIN[0] if name == "base" else styles.STYLES[name][0]
+        assert answer["choices"][0]["text"].strip().startswith(expected), answer
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

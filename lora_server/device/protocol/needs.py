@@ -17,8 +17,8 @@ from lora_server.errors import ConfigError
 NVSHMEM = "nvidia-nvshmem-cu13"
 LEAST_DRIVER = 12040  # as the driver counts: CUDA 12.4
 MODULES = {  # to the cure
-    "cupy": "install lora-server[cuda]",
-    "cuda.bindings": "install lora-server[cuda]",
+    "cupy": "pip install '.[cuda]' in a checkout of lora-server",
+    "cuda.bindings": "pip install '.[cuda]' in a checkout of lora-server",
     "cuda.bindings.nvrtc": "install nvidia-cuda-nvrtc of the driver's CUDA, which torch for CUDA brings",
 }
 FEATURES = {  # the driver's attribute of a device, to the cure
@@ -121,7 +121,7 @@ def missing_for_nvshmem(host_library: Callable[[], str], not_built: Callable[[],
         library = Path(host_library())
         importlib.import_module("nvshmem.bindings")
     except Exception as error:  # a broken installation fails in many ways
-        return [f"nvshmem: {type(error).__name__}: {error}; install lora-server[cuda]"]
+        return [f"nvshmem: {type(error).__name__}: {error}; pip install '.[cuda]' in a checkout of lora-server"]
     found = []
     if not list(library.parent.glob("nvshmem_bootstrap_uid.so*")):
         found.append(f"nvshmem_bootstrap_uid: not beside {library.name}; install {NVSHMEM}, the whole of it")
