@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,6 +28,7 @@ from lora_server.errors import (
 )
 from lora_server.registry.database import FILE, Database, counters
 from tests.support import serving
+from tests.support.doc_commands import blocks
 from tests.support.far import SECONDS, far_server, left, size_of
 from tests.support.killed_controller import ORDER, order
 from tests.support.processes import line_of, start
@@ -85,6 +87,29 @@ def node(running):
     for name in running.listed():
         running.ask("Remove", name=name)
     until(lambda: not running.copies(), "copies that no adapter needs go")
+
+
+def test_a_backup_that_was_made_while_it_served_restores_what_there_was(node):
+    """By the commands of docs/operations.md, as written."""
+    backup, restore = (one for one in blocks("docs/operations.md") if one.why == "tests/served/test_registry_served.py")
+
+    def run(block):
+        for command in block.commands:
+            subprocess.run(command, shell=True, cwd=node.directory, check=True, timeout=HANG_SECONDS)
+
+    node.add("law", "fused")
+    node.ask("Pin", name="law", wait_seconds=HANG_SECONDS)
+    node.add("code", "qv")
+    before = node.listed()
+    run(backup)
+    node.ask("Remove", name="code")
+    node.add("late", "attention")
+    serving.kill(node.server)
+    run(restore)
+    node.start()
+    assert node.listed() == before
+    with attach(node.load.model, server=node.server.address) as lora:
+        assert answers(lora, node.load, "law", "fused") and answers(lora, node.load, "code", "qv")
 
 
 def test_what_was_added_is_there_after_any_death_pins_and_handles_too(node, tmp_path):
