@@ -72,6 +72,11 @@ class AdapterDirectory:
         """Unlist an adapter; its weights are freed with the last release."""
         self._call(self._adapters.Remove, pb.RemoveAdapterRequest(name=name))
 
+    def status(self) -> pb.StatusReply:
+        """Ask for the server's status, with its refused adapters. Raises ServerUnavailableError."""
+        reply: pb.StatusReply = self._call(rpc.ServerStub(self._channel).Status, pb.StatusRequest())
+        return reply
+
     def ready(self) -> bool:
         """Return whether the server answers at once, with all shards up.
 

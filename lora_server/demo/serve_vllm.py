@@ -21,12 +21,10 @@ from pathlib import Path
 from rich.console import Console
 
 from client_connector.directory import AdapterDirectory
-from lora_server.cli.call import ask
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.demo.vllm_process import VllmProcess, require_free
 from lora_server.errors import LoraServerError
-from lora_server.wire import lora_server_pb2 as pb
 
 VLLM_STOP_SECONDS = 60.0
 KV_CACHE_GIB = "4"
@@ -118,7 +116,11 @@ def adapters_of(server: str) -> list[str]:
 
 def refusals_of(server: str) -> list[str]:
     """List the refused adapters with their reasons, as far as the status names them; empty where there are none."""
-    status = ask(server, "Server", "Status", pb.StatusRequest())
+    directory = AdapterDirectory(server)
+    try:
+        status = directory.status()
+    finally:
+        directory.close()
     more = status.num_refused - len(status.refused)
     lines = [f"refused: {one.name}: {one.reason}" for one in status.refused]
     return lines + [f"refused: {more} more; lora-server adapters list --server {server} shows them"] * (more > 0)
