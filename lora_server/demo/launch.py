@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
-import os
 import random
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,8 @@ from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
 ENGINE_SECONDS = 600.0
-PORTS = range(20_000, 32_768)
+PORTS, CLAIMS = range(20_000, 32_768), 32
+_claims: deque[socket.socket] = deque()
 
 
 @dataclass
@@ -70,22 +69,23 @@ def free_address(host: str = "127.0.0.1") -> str:
     """Find a port that is free at 127.0.0.1; returns it with `host`.
 
     A port that the system chose could be given to another process before the server binds it. These ports lie below the
-    system's (on Linux it chooses from 32,768 on), and all processes of a user take them in turn.
+    system's (on Linux it chooses from 32,768 on), and an abstract Unix socket claims each until this process ends or
+    has claimed CLAIMS more, so that no other process of ours is given it meanwhile.
     """
-    counter = Path(tempfile.gettempdir()) / f"lora-server-ports-{os.getuid()}"
-    with (
-        os.fdopen(os.open(counter, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file,
-        socket.socket() as probe,
-    ):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        port = int(file.read() or random.choice(PORTS))
-        for _ in PORTS:
-            port = port + 1 if port + 1 in PORTS else PORTS.start
-            with contextlib.suppress(OSError):
+    chance = random.SystemRandom()
+    for _ in range(10 * len(PORTS)):
+        port, claim = chance.choice(PORTS), socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0lora-server-port-{port}")
+            with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
-                file.seek(0)
-                file.write(str(port))  # always five digits
-                return f"{host}:{port}"
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        if len(_claims) > CLAIMS:
+            _claims.popleft().close()
+        return f"{host}:{port}"
     raise LoraServerError(
         f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free at 127.0.0.1: stop what holds them"
     )
