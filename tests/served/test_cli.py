@@ -275,6 +275,7 @@ def in_a_terminal(*arguments, until_shown=None):
     """The exit code of the command, and what a terminal got; Ctrl-C is pressed once `until_shown` is true of it."""
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that ran the tests in its background has it ignored
         os.execve(sys.executable, [sys.executable, "-m", "lora_server", *arguments], os.environ | {"TERM": "xterm"})
     shown = b""
     while True:
