@@ -5,5 +5,7 @@ launch   servers and engines as child processes           engine   one engine pr
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
 files    adapters in every layout on disk                 oracle   what they must do to a model
 serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a child
+styles   a model and adapters that answer in words  words    prompts and answers as text
+ask      one question through a running server
 children what ends with its parent                  inproc   shards inside the caller's own process
 """

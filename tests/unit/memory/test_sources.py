@@ -344,7 +344,9 @@ def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
 def test_sources_that_cannot_be_say_why(tmp_path, monkeypatch):
     fetcher = fetcher_of(tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(AdapterSourceError, match=r"gs://a/law: .*install lora-server\[gs\] on every node"):
+    with pytest.raises(
+        AdapterSourceError, match=r"gs://a/law: .*pip install '\.\[gs\]' in a checkout of lora-server on every node"
+    ):
         fetcher.fetch("gs://a/law")
     for url in ("https://me:secret@host/law", "https://host/law?token=secret", "https://x::s3://a/law"):
         with pytest.raises(AdapterSourceError, match="expected that of a directory") as caught:
