@@ -11,13 +11,15 @@ import tenacity
 
 from lora_server.errors import LoraServerError, ServerBusyError, ServerUnavailableError
 
+LAST_SECONDS = 1.0
 log = structlog.get_logger()
 
 
 def while_away(seconds: float, *others: type[LoraServerError]) -> tenacity.Retrying:
     """Return a retrier: it repeats a call that raises ServerUnavailableError or one of `others`, for `seconds` at most.
 
-    Then it raises the last error.
+    Then it raises the last error. The last attempt has LAST_SECONDS or a tenth of the time: one that is cut off at once
+    would only say that there was no answer.
     """
     return _repeat(seconds, (ServerUnavailableError, *others))
 
@@ -30,7 +32,7 @@ def while_busy(seconds: float) -> tenacity.Retrying:
 def _repeat(seconds: float, errors: tuple[type[LoraServerError], ...]) -> tenacity.Retrying:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(errors),
-        stop=tenacity.stop_before_delay(seconds),
+        stop=tenacity.stop_before_delay(seconds - min(LAST_SECONDS, seconds / 10)),
         wait=tenacity.wait_random(0.1, 0.4),
         reraise=True,
     )
