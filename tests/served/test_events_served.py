@@ -40,6 +40,7 @@ def server(load, tmp_path):
 
 
 def test_the_command_prints_what_happened_and_what_happens(server, load):
+    """The commands of docs/events.md, which name no server."""
     source = str(next(load.adapters.iterdir()))
     command = [sys.executable, "-m", "lora_server", "events", "--server", server.address, "--json"]
     kept = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)

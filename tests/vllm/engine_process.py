@@ -10,8 +10,11 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from typing import Any
+
+ANSWER_SECONDS = 2.0
 
 
 def params(request: dict[str, Any]) -> Any:
@@ -46,6 +49,21 @@ class Engine:
         self.numbers: dict[str, int] = {}
         self.added = 0
         self.calls: Any = None
+        self._answered_for: set[str] = set()
+        step = self.llm.llm_engine.step
+        self.llm.llm_engine.step = lambda: (self._wait_for_answers(), step())[1]
+
+    def _wait_for_answers(self) -> None:
+        """Let the server answer once about each new request, so that batches do not depend on how soon it does."""
+        from client_connector.serving.request_state import Phase
+
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        leases = getattr(getattr(core, "scheduler", None), "lora_server_leases", None)
+        requests = {} if leases is None else dict(leases._requests)
+        new, deadline = requests.keys() - self._answered_for, time.monotonic() + ANSWER_SECONDS
+        while any(requests[name].state.phase is Phase.ASKING for name in new) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        self._answered_for |= new
 
     def generate(self, requests: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
         outputs = self.llm.generate(

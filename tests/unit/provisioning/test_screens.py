@@ -262,7 +262,7 @@ def test_a_full_plan_imports_no_torch(tmp_path):
         "print(bad, ours, file=sys.stderr)"
     )
     assert done.returncode == 0, done.stderr
-    leaves = "['lora_server.errors', 'lora_server.placement', 'lora_server.spec']"
+    leaves = "['lora_server.errors', 'lora_server.placement', 'lora_server.slo', 'lora_server.spec']"
     assert done.stderr.splitlines()[-1] == f"[] {leaves}"
     json.loads(done.stdout)
 
