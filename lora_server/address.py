@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from typing import NamedTuple
 
 from lora_server.errors import ConfigError
@@ -41,6 +42,13 @@ class Address(NamedTuple):
     def meets(self, other: Address) -> bool:
         """Return whether two processes cannot listen at both; names are compared as text."""
         return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(ANY)))
+
+    def listen(self, backlog: int, *, held: bool = False) -> socket.socket:
+        """Listen there. `held`: a socket of this user that does not listen already holds the port. Raises OSError."""
+        family, *_, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        return socket.create_server(place[:2], family=family, backlog=backlog, reuse_port=held)
 
     def __str__(self) -> str:
         return f"{bracketed(self.host)}:{self.port}"

@@ -25,7 +25,7 @@ from lora_server.errors import LoraServerError, ServerUnavailableError
 READY_SECONDS = 120.0
 ENGINE_SECONDS = 600.0
 PORTS, CLAIMS = range(20_000, 32_768), 32
-_claims: deque[socket.socket] = deque()
+_claims: deque[contextlib.ExitStack] = deque()
 
 
 @dataclass
@@ -66,28 +66,31 @@ class RunningServer:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """Find a port that is free at 127.0.0.1; returns it with `host`.
+    """Find a port that is free at 127.0.0.1; returns it with `host`."""
+    return f"{host}:{free_ports()}"
+
+
+def free_ports(count: int = 1) -> int:
+    """Find so many ports in a row that are free at 127.0.0.1; returns the first.
 
     A port that the system chose could be given to another process before the server binds it. These ports lie below the
     system's (on Linux it chooses from 32,768 on), and an abstract Unix socket claims each until this process ends or
-    has claimed CLAIMS more, so that no other process of ours is given it meanwhile.
+    has made CLAIMS more claims, so that no other process of ours is given it meanwhile.
     """
     chance = random.SystemRandom()
     for _ in range(10 * len(PORTS)):
-        port, claim = chance.choice(PORTS), socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0lora-server-port-{port}")
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-        except OSError:
-            claim.close()
-            continue
-        _claims.append(claim)
-        if len(_claims) > CLAIMS:
-            _claims.popleft().close()
-        return f"{host}:{port}"
+        first = chance.choice(PORTS[: len(PORTS) - count + 1])
+        with contextlib.ExitStack() as claims, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0lora-server-port-{port}")
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+            _claims.append(claims.pop_all())
+            if len(_claims) > CLAIMS:
+                _claims.popleft().close()
+            return first
     raise LoraServerError(
-        f"none of the ports {PORTS.start} to {PORTS.stop - 1} is free at 127.0.0.1: stop what holds them"
+        f"no {count} of the ports {PORTS.start} to {PORTS.stop - 1} in a row are free: end what has them"
     )
 
 

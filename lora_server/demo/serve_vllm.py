@@ -7,6 +7,7 @@ Once vLLM answers, the commands to try are printed. Flags that are not ours are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -80,10 +81,11 @@ def serve(served: ServedModel, address: str, flags: list[str], logs: Path, verbo
     command += ["--served-model-name", served.name, "--host", host, "--port", port, *flags]
     starting = console.status("the LoRA server starts")
     with starting, running_server(logs / "server.log", own) as server:
-        names = adapters_of(server.address)
+        with contextlib.closing(AdapterDirectory(server.address)) as directory:
+            names, refused = adapters_of(directory), refusals_of(directory)
         starting.stop()
         console.print(f"LoRA server at {server.address}; log: {server.log}")
-        for line in (*refusals_of(server.address), *((served.note,) if served.note else ())):
+        for line in (*refused, *((served.note,) if served.note else ())):
             console.print(line)
         console.print("vLLM starts" + ("" if verbose else f"; log: {logs / 'vllm.log'} (--verbose: here)"))
         began, environment = time.monotonic(), engine_environment(flags, os.environ, server.address)
@@ -105,25 +107,17 @@ def serve(served: ServedModel, address: str, flags: list[str], logs: Path, verbo
             children.stop(vllm.process, VLLM_STOP_SECONDS)
 
 
-def adapters_of(server: str) -> list[str]:
+def adapters_of(directory: AdapterDirectory) -> list[str]:
     """Return the names of the server's adapters that need no invocation in the prompt."""
-    directory = AdapterDirectory(server)
-    try:
-        return [one.name for one in directory.list() if not one.HasField("invocation")]
-    finally:
-        directory.close()
+    return [one.name for one in directory.list() if not one.HasField("invocation")]
 
 
-def refusals_of(server: str) -> list[str]:
+def refusals_of(directory: AdapterDirectory) -> list[str]:
     """List the refused adapters with their reasons, as far as the status names them; empty where there are none."""
-    directory = AdapterDirectory(server)
-    try:
-        status = directory.status()
-    finally:
-        directory.close()
+    status = directory.status()
     more = status.num_refused - len(status.refused)
     lines = [f"refused: {one.name}: {one.reason}" for one in status.refused]
-    return lines + [f"refused: {more} more; lora-server adapters list --server {server} shows them"] * (more > 0)
+    return lines + [f"refused: {more} more; lora-server adapters list shows them"] * (more > 0)
 
 
 def to_try(served: ServedModel, names: Sequence[str], address: str, server: str) -> list[tuple[str, str]]:

@@ -20,13 +20,13 @@ from structlog.testing import capture_logs
 from client_connector.transformers import attach
 from lora_server.cli.loading import follow
 from lora_server.demo import styles, tiny
-from lora_server.demo.launch import running_server
+from lora_server.demo.launch import free_ports, running_server
 from lora_server.demo.run import PROMPT
 from lora_server.terminal import progress
 from lora_server.timings import Timings
 from tests.support.certificates import Authority
 from tests.support.controllers import make_controller, registration
-from tests.support.serving import HANG_SECONDS, cli, free_base, status, until
+from tests.support.serving import HANG_SECONDS, cli, status, until
 from tests.support.workload import workload
 
 DEMO_SECONDS = 900.0  # two minutes of one CPU; what it starts has limits of its own
@@ -159,7 +159,7 @@ def test_an_address_in_use_is_named(tmp_path):
 
 
 def test_a_data_port_that_is_taken_is_named_and_ends_the_node():
-    base = free_base(2)
+    base = free_ports(2)
     with socket.create_server(("127.0.0.1", base)):
         flags = ("--base-model", "mixtral-8x7b", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
         done = cli("serve", *flags, "--data-port-base", str(base))

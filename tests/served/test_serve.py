@@ -23,7 +23,7 @@ from lora_server import errors
 from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
-from lora_server.demo.launch import RunningServer, launch, running_server
+from lora_server.demo.launch import RunningServer, free_ports, launch, running_server
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
@@ -64,7 +64,7 @@ def test_tokens_equal_peft(tmp_path, layout, coordination, kind):
 @pytest.mark.long
 def test_two_nodes_with_fixed_ports_listen_nowhere_else(load, tmp_path):
     """A killed controller's and a killed shard's successors use the same ports again."""
-    ports = DataPorts(serving.free_base(7), Layout(2, 2))
+    ports = DataPorts(free_ports(7), Layout(2, 2))
     token = tmp_path / "token"
     token.write_text("the same on all nodes\n")
     common = flags(load, "--layout", "ep2-pp2", "--coordination", "leader", "--join-token-file", str(token))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -209,16 +208,6 @@ def kill(server: RunningServer) -> None:
     for process in family:
         process.kill()
     server.process.wait(HANG_SECONDS)
-
-
-def free_base(count: int) -> int:
-    """The first of so many ports in a row, all free at 127.0.0.1 now; none that the kernel gives out by itself."""
-    for base in random.sample(range(20000, 30000), 100):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for port in range(base, base + count):
-                probes.enter_context(socket.create_server(("127.0.0.1", port)))
-            return base
-    raise AssertionError(f"no {count} free ports in a row")
 
 
 def listening(process: psutil.Process) -> set[int]:

@@ -23,19 +23,21 @@ class InboundLimit:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._seen: dict[int, int] = {}  # connections' descriptors by inode, oldest first
+        self._seen: list[int] = []  # inodes of connections, oldest first
         self._complain = Repeats(log.warning)
 
     def enforce(self) -> None:
         """Look at all connections once. Call it periodically."""
         try:
-            found = {inode: fd for inode, fd in open_sockets() if _received(fd, self._port) is not None}
+            sockets = ((inode, fd, _received(fd, self._port)) for inode, fd in open_sockets())
+            found = {inode: (fd, received) for inode, fd, received in sockets if received is not None}
         except OSError:  # no descriptor is free to look with
             return
-        self._seen = {one: found[one] for one in [*self._seen, *found] if one in found}
+        self._seen = [one for one in dict.fromkeys([*self._seen, *found]) if one in found]
         excess = len(self._seen) - MOST_CONNECTIONS
-        for number, (inode, fd) in enumerate(self._seen.items()):
-            if number < excess or (_received(fd, self._port) or 0) > MOST_BYTES:
+        for number, inode in enumerate(self._seen):
+            fd, received = found[inode]
+            if number < excess or received > MOST_BYTES:
                 self._complain("inbound", "a reader of events sent too much, or there are too many", port=self._port)
                 end_socket(fd, inode)
 

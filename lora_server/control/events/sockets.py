@@ -3,7 +3,6 @@ whose keys gRPC admitted. Each is used by one thread."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,6 +20,7 @@ from lora_server.wire.events import Message
 
 MOST_QUEUED = 1000  # messages for one subscriber; beyond them it loses messages
 MOST_INBOUND = 1024  # bytes of a subscriber's message; a longer one ends its connection
+BACKLOG = 1024
 MOST_HEARD = 64  # messages that are read in a row
 ZAP = "inproc://zeromq.zap.01"
 USER_ID = "User-Id"
@@ -97,7 +97,7 @@ class TcpEvents(EventSocket):
         self._open()
 
     def _open(self) -> None:
-        listening = _listening(self._address, self._held)
+        listening = self._address.listen(BACKLOG, held=self._held)
         self._address = self._address._replace(port=listening.getsockname()[1])
         self.endpoint, self._limit = f"tcp://{self._address}", InboundLimit(self._address.port)
         self._context = zmq.Context()
@@ -184,10 +184,3 @@ def _limited(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[b
     made.set(zmq.MAXMSGSIZE, MOST_INBOUND)
     made.set(zmq.LINGER, 0)
     return made
-
-
-def _listening(address: Address, held: bool) -> socket.socket:
-    family, *_, place = socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    return socket.create_server(place[:2], family=family, backlog=1024, reuse_port=held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,6 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lora_server.address import Address
 from lora_server.control.connections import ConnectionLimit, Peer
 from lora_server.control.http.limits import MAX_CONNECTIONS, limited, one_line
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
@@ -70,7 +70,7 @@ class HttpServer:
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
-        self._socket, self._look_seconds = _listen(host, port, held), look_seconds
+        self._socket, self._look_seconds = Address(host, port).listen(MAX_CONNECTIONS, held=held), look_seconds
         self.port: int = self._socket.getsockname()[1]
         config = limited(_app(not_ready, registry, more, gate), request_seconds)
         if tls is not None:
@@ -111,11 +111,6 @@ class HttpServer:
         """Stop listening; answers on their way have a second. Idempotent."""
         self._server.should_exit = True
         self._thread.join(CLOSE_SECONDS)
-
-
-def _listen(host: str, port: int, held: bool) -> socket.socket:
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS, reuse_port=held)
 
 
 # -- what it answers
