@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Mapping
 
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
 from lora_server.memory.entry import AdapterEntry, Source
 from lora_server.memory.loader import Loader
+from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
-from lora_server.memory.want import Done, Reason, Want, answer
+from lora_server.memory.want import Done, Reason, Want
 from lora_server.telemetry import NOTHING
 
 
@@ -18,7 +18,7 @@ class ShardAdapters:
     """Carries out commands on a shard's adapters. Thread-safe. Each `done` is called once, from any thread, with None
     or an error."""
 
-    def __init__(self, lock: threading.Condition, planner: LoadPlanner, loader: Loader, shard: int) -> None:
+    def __init__(self, lock: StoreLock, planner: LoadPlanner, loader: Loader, shard: int) -> None:
         self._lock, self._planner, self._loader, self._shard = lock, planner, loader, shard
         self._table, self._queue, self._claims = planner.table, planner.queue, planner.evictor.claims
         self._tier = planner.layers.tier
@@ -38,14 +38,16 @@ class ShardAdapters:
                 try:
                     self._tier.know(handle)
                 except AdapterLoadError as error:
-                    done(error)
+                    self._lock.owe((done, error))
                     return
                 entry = self._table.add(handle, source)
                 if size is not None:
                     entry.footprint.size = entry.footprint.nbytes = size
                 self._activate(entry)
             elif entry.source.version != source.version:
-                done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
+                self._lock.owe(
+                    (done, AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
+                )
                 return
             entry.source = source
             self._retry(entry)
@@ -53,7 +55,7 @@ class ShardAdapters:
             skips_measure = not again and self._planner.remote.lacks(source)  # nothing is fetched without a demand
             known = entry.footprint.size is not None or skips_measure
             if entry.is_settled() or (known and not eager):
-                done(entry.failure.error if entry.failure is not None else None)
+                self._lock.owe((done, entry.failure.error if entry.failure is not None else None))
             elif eager:
                 self._want(entry, Want(Reason.ADD, done, done=done))
             else:
@@ -68,18 +70,18 @@ class ShardAdapters:
         with self._lock:
             entry = self._table.entries.get(handle)
             if entry is None or entry.footprint.size is None or entry.is_settled():
-                done(None)
+                self._lock.owe((done, None))
                 return
             is_remote = self._planner.remote.lacks(entry.source)
             if not is_remote and self._planner.evictor.reserve_free(entry, time.monotonic()):
                 earlier = entry.wants.get(Reason.PREWARM)
                 if earlier is not None and earlier.done is not None:
-                    earlier.done(None)
+                    self._lock.owe((earlier.done, None))
                 self._want(entry, Want(Reason.PREWARM, Reason.PREWARM, done=done))
                 return
-            done(None)
+            self._lock.owe((done, None))
             if not is_remote:  # report it after the answer, too: the controller counts on memory that is not free
-                self._table.note(entry)
+                self._lock.owe((lambda _: self._note(entry), None))
 
     def keep_resident(self, handle: int, done: Done) -> None:
         """Load an adapter, and do not evict it until `allow_eviction` (`adapters pin`). `done`: see an eager `load`.
@@ -96,11 +98,16 @@ class ShardAdapters:
         with self._lock:
             entry = self._table.entries.get(handle)
             if entry is None:
-                done(UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"))
+                self._lock.owe(
+                    (
+                        done,
+                        UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"),
+                    )
+                )
                 return
             self._retry(entry)
             if entry.failure is not None:
-                done(entry.failure.error)
+                self._lock.owe((done, entry.failure.error))
                 return
             if entry.footprint.size is None:
                 self._measure(entry, measured)
@@ -108,11 +115,11 @@ class ShardAdapters:
             try:
                 self._claims.check_pin(entry)
             except AdapterLoadError as error:
-                done(error)
+                self._lock.owe((done, error))
                 return
             self._claims.pinned.add(entry)
             if entry.is_complete():
-                done(None)
+                self._lock.owe((done, None))
             else:
                 self._want(entry, Want(Reason.PIN, done, done=done))
 
@@ -151,9 +158,8 @@ class ShardAdapters:
             self._table.complete.discard(handle)
             self._claims.pinned.discard(entry)
             self._claims.active.discard(handle)
-            answers = self._queue.drop(entry)
+            self._lock.owe(*self._queue.drop(entry))
             self._loader.reclaim()
-        answer(answers)
 
     def set_active(
         self, more: Iterable[int], fewer: Iterable[int], anew: bool = False, trace: Mapping[str, str] = NOTHING
@@ -177,9 +183,13 @@ class ShardAdapters:
         else:
             entry.wants.pop(Reason.ACTIVE, None)
 
+    def _note(self, entry: AdapterEntry) -> None:
+        with self._lock:
+            self._table.note(entry)
+
     def _retry(self, entry: AdapterEntry) -> None:
         if entry.retry(time.monotonic()):
-            answer(self._queue.requeue(entry))
+            self._lock.owe(*self._queue.requeue(entry))
 
     def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
         """Queue the entry to be measured; its files may have to be fetched."""

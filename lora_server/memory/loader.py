@@ -14,9 +14,10 @@ from lora_server import telemetry
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.memory.entry import AdapterEntry, LoadFailure
+from lora_server.memory.lock import StoreLock
 from lora_server.memory.pins import Pins
 from lora_server.memory.planner import LoadPlanner
-from lora_server.memory.want import Reason, answer
+from lora_server.memory.want import Answer, Reason
 from lora_server.sources.cache import Lease
 from lora_server.telemetry import NOTHING
 from lora_server.timings import Timings
@@ -58,7 +59,7 @@ class Loader:
 
     def __init__(
         self,
-        lock: threading.Condition,
+        lock: StoreLock,
         planner: LoadPlanner,
         pins: Pins,
         on_layer: Callable[[int, int], None],
@@ -117,11 +118,9 @@ class Loader:
                 lease.close()
                 if not table.knows(entry):
                     remote.drop(entry.source)
-            answers = self._planner.queue.settle(entry) if error is not None else []
+            if error is not None:
+                self._lock.owe(self._telling(entry), *self._planner.queue.settle(entry))
             self._lock.notify()
-        if error is not None:
-            self._on_layer(entry.handle, len(entry.copies.ready))
-        answer(answers)
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
@@ -135,22 +134,27 @@ class Loader:
                 if failure is not None:
                     self._fail(entry, failure)
                 self.reclaim()
-                answers = self._planner.queue.settle(entry)
+                if loaded:
+                    self._lock.owe(self._telling(entry))
+                self._lock.owe(*self._planner.queue.settle(entry))
             if loaded:
-                self._on_layer(entry.handle, len(entry.copies.ready))
                 self._planner.evictor.leaving.clear()  # now, because it takes as long as a step or two
-            answer(answers)
+
+    def _telling(self, entry: AdapterEntry) -> Answer:
+        """Return what is to be called, without the lock, to tell of an entry's layers."""
+        return lambda _: self._on_layer(entry.handle, len(entry.copies.ready)), None
 
     def _next(self) -> AdapterEntry | None:
         """Wait for an entry to work on; None at the end."""
-        with self._lock:
-            while not self.closing.is_set():
+        while not self.closing.is_set():
+            with self._lock:
                 self._busy = self._planner.next(time.monotonic())
                 if self._busy is not None:
                     return self._busy
                 idle = self._timings.preload_look if self._planner.preloader.enabled else None
-                self._lock.wait(RETRY_SECONDS if self._planner.queue.has_demand else idle)
-            return None
+                if not self.closing.is_set():
+                    self._lock.wait(RETRY_SECONDS if self._planner.queue.has_demand else idle)
+        return None
 
     def _advance(self, entry: AdapterEntry) -> bool:
         """Measure the entry, or load its next layer; whether it loaded one."""

@@ -8,9 +8,9 @@ from lora_server.memory.fetching import RemoteFiles
 from lora_server.memory.forecast import LoadForecast
 from lora_server.memory.layers import LayerLoader
 from lora_server.memory.load_queue import LoadQueue
+from lora_server.memory.lock import StoreLock
 from lora_server.memory.preload import Preloader
 from lora_server.memory.table import AdapterTable
-from lora_server.memory.want import answer
 
 
 class LoadPlanner:
@@ -18,6 +18,7 @@ class LoadPlanner:
 
     def __init__(
         self,
+        lock: StoreLock,
         table: AdapterTable,
         queue: LoadQueue,
         evictor: Evictor,
@@ -25,7 +26,7 @@ class LoadPlanner:
         remote: RemoteFiles,
         layers: LayerLoader,
     ) -> None:
-        self.table, self.queue, self.evictor = table, queue, evictor
+        self._lock, self.table, self.queue, self.evictor = lock, table, queue, evictor
         self.preloader, self.remote, self.layers = preloader, remote, layers
         self.forecast = LoadForecast(layers.lacks_files)
 
@@ -39,7 +40,7 @@ class LoadPlanner:
             elif entry.footprint.size is None or self.reserve(entry, now):
                 return entry
             elif self.evictor.claims.exclude(entry):
-                answer(self.queue.defer(entry))
+                self._lock.owe(*self.queue.defer(entry))
         return None if self.queue.has_demand else self._next_preload(now)
 
     def _next_preload(self, now: float) -> AdapterEntry | None:
@@ -60,7 +61,7 @@ class LoadPlanner:
         for one in evicted or ():
             self.table.note(one)
             self.tidy(one)
-            answer(self.queue.requeue(one))
+            self._lock.owe(*self.queue.requeue(one))
         return evicted is not None
 
     def free(self, entry: AdapterEntry) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.memory.entry import AdapterEntry, LayerState
 from lora_server.memory.loader import LoadStats
+from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
 from lora_server.memory.want import NEVER
 
@@ -45,7 +45,7 @@ class AdapterResidency(NamedTuple):
 class MemoryReport:
     """Thread-safe."""
 
-    def __init__(self, lock: threading.Condition, planner: LoadPlanner, stats: LoadStats) -> None:
+    def __init__(self, lock: StoreLock, planner: LoadPlanner, stats: LoadStats) -> None:
         self._lock, self._planner, self._stats = lock, planner, stats
         self._table = planner.table
 

@@ -20,6 +20,7 @@ from lora_server.memory.fetching import RemoteFiles
 from lora_server.memory.layers import LayerLoader
 from lora_server.memory.load_queue import LoadQueue
 from lora_server.memory.loader import Loader, LoadStats
+from lora_server.memory.lock import StoreLock
 from lora_server.memory.manifest import KEPT_BYTES, Manifests
 from lora_server.memory.pins import Pins
 from lora_server.memory.planner import LoadPlanner
@@ -61,7 +62,7 @@ class WeightStore:
         `fetcher`: fetches remote files; `preload`: fill idle memory; `kept_bytes`: of manifests that are cached.
         """
         self.tier, self._shard = tier, shard
-        self._lock, closing, self._pins = threading.Condition(), threading.Event(), Pins()
+        self._lock, closing, self._pins = StoreLock(), threading.Event(), Pins()
         self._table = table = AdapterTable(placement.layers(shard))
         self._queue = LoadQueue(table.note)
         remote = RemoteFiles(
@@ -83,7 +84,7 @@ class WeightStore:
         self._claims = Claims(table, tier.pool, shard)
         usage = UsageLog(table, self._pins, tier, preloader)
         evictor = Evictor(tier, host_pool, self._claims, self._pins, usage, policy)
-        planner = LoadPlanner(table, self._queue, evictor, preloader, remote, layers)
+        planner = LoadPlanner(self._lock, table, self._queue, evictor, preloader, remote, layers)
         self._loader = Loader(self._lock, planner, self._pins, on_layer, LoadStats(shard), timings, closing)
         self.adapters = ShardAdapters(self._lock, planner, self._loader, shard)
         self.report = MemoryReport(self._lock, planner, self._loader.stats)

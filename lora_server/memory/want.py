@@ -46,9 +46,3 @@ class Want(NamedTuple):
     until: float = NEVER  # when the want expires
     done: Done | None = None
     trace: Mapping[str, str] = NOTHING  # of the request that made an adapter active
-
-
-def answer(answers: list[Answer]) -> None:
-    """Call each `done` with its error."""
-    for done, error in answers:
-        done(error)

@@ -50,18 +50,23 @@ class Gate:
 
 
 class Done:
-    """A `done` that counts its calls."""
+    """A `done` that counts its calls, and checks that none is made with the store's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: WeightStore) -> None:
         self.calls: list[LoraServerError | None] = []
-        self._called = threading.Event()
+        self._store, self._called, self._free = store, threading.Event(), True
 
     def __call__(self, error: LoraServerError | None) -> None:
+        other = threading.Thread(target=self._store.report.use, daemon=True)
+        other.start()
+        other.join(SECONDS)
+        self._free = self._free and not other.is_alive()
         self.calls.append(error)
         self._called.set()
 
     def result(self) -> LoraServerError | None:
-        assert self._called.wait(SECONDS), "done was not called"
+        assert self._called.wait(2 * SECONDS), "done was not called"
+        assert self._free, "done was called with the store's lock"
         (error,) = self.calls
         return error
 
@@ -88,7 +93,7 @@ def paged_store(placement: Placement, shard: int, dtype: torch.dtype, pool: Page
 
 
 def load(store: WeightStore, handle: int, path: Path, eager: bool = True) -> Done:
-    done = Done()
+    done = Done(store)
     store.adapters.load(handle, source_of(path), done, eager)
     return done
 

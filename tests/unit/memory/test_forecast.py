@@ -61,7 +61,7 @@ def test_a_failed_load_is_reported_to_each_client_that_asks_and_tried_again(make
     shutil.copytree(tiny_adapters["all"], path)
     source, size = source_of(path), bytes_of(tiny_adapters["all"])
     path.rename(tmp_path / "away")
-    store.adapters.load(1, source, Done(), eager=False, size=size)
+    store.adapters.load(1, source, Done(store), eager=False, size=size)
 
     def outcome():
         """What a client hears that begins to hold it."""

@@ -206,7 +206,7 @@ def test_adapters_are_loaded_in_the_order_in_which_they_are_needed(case, adapter
     gate.open()
     complete(store, *set(expected) - {8})
     assert [one.result() for one in looked_at] == [None] * 3
-    store.adapters.prewarm(8, Done())
+    store.adapters.prewarm(8, Done(store))
     complete(store, 4, 8)
     found = [handle for handle, layers in gate.loaded if handle != 4 and layers]
     assert found == [handle for handle in expected for _ in range(4)]
@@ -249,16 +249,16 @@ def test_a_pinned_adapter_is_never_evicted(adapters, sizes, make):
         over = store._table.entries[handle].usage.last + IN_USE_SECONDS
         until(lambda over=over: time.monotonic() > over, "its turn to be over")
     assert store.report.layers_ready(1) == 0, "the last took its place"
-    store.adapters.keep_resident(1, kept := Done())
+    store.adapters.keep_resident(1, kept := Done(store))
     assert kept.result() is None
     for handle in (2, 3, 2, 3):
         read(store, handle)
         assert is_complete(store, 1)
     with pytest.raises(AdapterLoadError, match=f"of which {sizes[4]} are pinned"):
         store.pin([2, 3], 0, "a step", later(SECONDS))
-    store.adapters.keep_resident(2, second := Done())
-    store.adapters.keep_resident(3, refused := Done())
-    store.adapters.keep_resident(99, unknown := Done())
+    store.adapters.keep_resident(2, second := Done(store))
+    store.adapters.keep_resident(3, refused := Done(store))
+    store.adapters.keep_resident(99, unknown := Done(store))
     assert second.result() is None and "pinned already" in str(refused.result())
     assert "unknown here" in str(unknown.result())
     assert store.report.state(3, 0) is LayerState.DISK, "a refusal is no failure"
@@ -266,11 +266,23 @@ def test_a_pinned_adapter_is_never_evicted(adapters, sizes, make):
     read(store, 3)
     assert store.report.layers_ready(1) == 0 and is_complete(store, 2)
     store.adapters.drop(2)
-    store.adapters.keep_resident(3, again := Done())
-    store.adapters.keep_resident(1, beside := Done())
+    store.adapters.keep_resident(3, again := Done(store))
+    store.adapters.keep_resident(1, beside := Done(store))
     assert again.result() is None and beside.result() is None, "what is gone takes nothing"
     store.close()
     store.report.check_integrity()
+
+
+def test_one_that_was_prewarmed_is_evicted_and_its_caller_told_without_the_lock(adapters, sizes, make):
+    """As a shard's reports need it: they wait for the lock with a lock of their own, which `done` takes, too."""
+    store = make(max(sizes[4], sizes[8]))
+    know(store, adapters, 4, 8)
+    with store._lock:  # so that it is not loaded yet when another is in demand
+        store.adapters.prewarm(4, told := Done(store))
+        store._queue.demand(store._table.among([8]), None, "a step", later(SECONDS))
+        store._lock.notify()
+    complete(store, 8)
+    assert told.result() is None and store.report.layers_ready(4) == 0
 
 
 def test_how_much_of_the_host_a_gpus_shard_pins():

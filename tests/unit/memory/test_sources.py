@@ -418,7 +418,7 @@ def make(make_store, tmp_path):
 
 def know(store, handle, url, path, eager=False):
     """As the controller tells it."""
-    done = Done()
+    done = Done(store)
     with open_adapter(path, spec_of("mixtral")) as adapter:
         store.adapters.load(handle, Source(Path(), adapter.version(), "", url), done, eager)
     return done

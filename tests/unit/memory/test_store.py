@@ -216,10 +216,10 @@ def test_what_takes_a_known_size_is_not_looked_at_before_it_comes_in(make_store,
     size, source = bytes_of(tiny_adapters["all"]), source_of(tiny_adapters["all"])
     nowhere, store = Source(tmp_path / "gone", source.version, source.stamp), make_store(size)
     for handle, one in ((1, source), (2, nowhere), (3, source)):
-        done = Done()
+        done = Done(store)
         store.adapters.load(handle, one, done, False, size)
         assert done.calls == [None], "at once"
-    brought = [Done(), Done(), Done()]
+    brought = [Done(store), Done(store), Done(store)]
     for handle, done in enumerate(brought, start=1):
         store.adapters.prewarm(handle, done)
     assert brought[1].calls == brought[2].calls == [None], "nothing is evicted"
@@ -229,13 +229,13 @@ def test_what_takes_a_known_size_is_not_looked_at_before_it_comes_in(make_store,
         (h, size, True) for h in (1, 2, 3)
     }
     store.report.check_integrity()
-    asked = Done()
+    asked = Done(store)
     store.adapters.load(2, nowhere, asked, True)
     assert "no file" in str(asked.result()).lower() or "none at this path" in str(asked.result())
 
 
 def test_a_size_that_is_wrong_is_found_out(store, tiny_adapters):
-    done, source = Done(), source_of(tiny_adapters["all"])
+    done, source = Done(store), source_of(tiny_adapters["all"])
     store.adapters.load(1, source, done, True, 1)
     assert "said to take less" in str(done.result())
     until(lambda: load(store, 1, tiny_adapters["all"]).result() is None, "the next time it is known")
