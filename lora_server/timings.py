@@ -74,6 +74,7 @@ class Timings:
     stop: float = 5.0  # for children to stop; then they are killed
     stop_together: float = 1.0  # a child that was asked to stop may have been stopped with its node
     stuck: float = 10.0  # for a child to end after its node did
+    hung: float = 30.0  # a shard whose loop makes no turn for so long ends itself, and is started again
     database_open: float = 10.0  # for the first transaction, with retries
     database: float = 10.0  # for any later one
     # engines

@@ -14,4 +14,5 @@ shard_main        a shard's process                         backends   what it c
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
   world             its place in NVSHMEM's world
 child_main        what both processes have in common          signals    that ask a process to stop
+watchdog          ends a shard whose loop hangs
 """

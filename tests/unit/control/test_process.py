@@ -38,6 +38,30 @@ def test_a_traceback_is_written_and_not_kept():
     assert "exc_info" in lines[0][1] and not any("exc_info" in one.fields for one in repeats._muted.values())
 
 
+HANGS = """
+import sys, threading
+from lora_server.daemon.watchdog import Watchdog
+turns, begins = int(sys.argv[1]), threading.Event()
+watchdog, stopping = Watchdog(0.2), threading.Event()
+threading.Thread(target=watchdog.run, args=(stopping,), daemon=True).start()
+def hangs_here():
+    stopped = watchdog.turning(stopping.is_set)
+    for _ in range(turns):
+        stopped()
+    begins.wait(1 if not turns else None)
+hangs_here()
+"""
+
+
+@pytest.mark.parametrize(("turns", "code"), [(0, 0), (3, 1)], ids=["before its first turn", "after it"])
+def test_a_loop_that_hangs_ends_its_process_and_says_where(turns, code):
+    command = [sys.executable, "-c", HANGS, str(turns)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ("in hangs_here" in ended.stderr) == bool(code)
+    assert ("the loop hangs" in ended.stdout + ended.stderr) == bool(code)
+
+
 LOGS = """
 import structlog
 from lora_server import logs
