@@ -5,7 +5,7 @@ adapters   commands: register, load, keep, drop         report     what is where
 table      the adapters that a shard knows              entry      one of them, and the states of its layers
 want       a reason to load one                         load_queue wants in the order of their urgency
 planner    chooses what to load next                    loader     the thread that loads it
-forecast   when it is loaded
+forecast   when it is loaded                            lock       of the store; answers wait for its release
 layers     from files to memory, layer by layer         fetching   remote files, to the disk cache
 preload    what fills idle memory                       pins       what steps read now
 evictor    reserves memory, and evicts for it           claims     active and pinned adapters
