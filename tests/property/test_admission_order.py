@@ -36,6 +36,11 @@ class LiteralOrder:
             self.had[ticket.tenant] = max(self.had.get(ticket.tenant, 0.0), self.begun)
         self.waiting[key] = ticket
 
+    def expect(self, names, load):
+        for ticket in self.waiting.values():
+            if ticket.names == names:
+                ticket.load = load
+
     def admit(self, key, takes_place):
         ticket = self.waiting[key]
         oldest = self.of(ticket.tenant)[0] == key
@@ -75,9 +80,10 @@ def test_the_order_and_every_position_equal_the_literal_sort(data, weights):
         assert list(order) == keys and len(order) == len(keys)
         if action == "add":
             tenant = data.draw(st.sampled_from(sorted(weights)))
-            slo, load = data.draw(CLASSES), data.draw(LOADS)
+            slo, load, names = data.draw(CLASSES), data.draw(LOADS), (data.draw(st.sampled_from("xyz")),)
             for one in (order, literal):
-                one.add((1, number), Ticket(("x",), now, tenant, weights[tenant], slo=slo, load=load))
+                one.add((1, number), Ticket(names, now, tenant, weights[tenant], slo=slo, load=load))
+            literal.expect(names, load)
         elif action == "pass":
             now += data.draw(st.integers(0, 16)) / 8
         elif keys:
@@ -90,8 +96,11 @@ def test_the_order_and_every_position_equal_the_literal_sort(data, weights):
                 order.admit(key, takes_place)
                 literal.admit(key, takes_place)
             else:
-                literal.waiting[key].load = load = data.draw(LOADS)
-                order.expect(key, load)
+                names, load = literal.waiting[key].names, data.draw(LOADS)
+                order.expect(names, load)
+                literal.expect(names, load)
+        wanted = {name for ticket in literal.waiting.values() for name in ticket.names}
+        assert {name for tenant in "xyz" for name in order.wanted.of(tenant)} == wanted
         expected = literal.sequence(now)
         assert [key for key, _ in order.sequence(now)] == expected
         assert [order.position(key, now) for key in expected] == [*range(1, len(expected) + 1)]
@@ -107,7 +116,7 @@ def test_no_ticket_starves_behind_an_endless_stream_of_a_strict_class(before, sl
     for number in range(100, 1000):
         order.add((2, number), Ticket(("x",), now, slo=GOLD))
         now += dice.random() / 4
-        order.admit(order.sequence(now)[0][0], takes_place=True)
+        order.admit(next(order.sequence(now))[0], takes_place=True)
         if (1, before) not in order:
             break
     assert (1, before) not in order and number - 99 <= (OVERTAKES + 1) * (before + 1)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.margin import LATE, nanoseconds
+from lora_server.control.admission.names import TenantNames
 from lora_server.control.admission.ranking import RankedTicket, TenantRanking
 from lora_server.control.admission.tickets import Ticket, TicketKey
 from lora_server.timings import Timings
@@ -62,6 +63,8 @@ class AdmissionOrder:
         self._tenants: dict[str, TenantRanking] = {}  # those that waited since a ticket has been waiting
         self.first: FirstTicket | None = None
         self.by_class: Counter[str] = Counter()  # how many wait
+        self.wanted = TenantNames()
+        self._by_names: dict[tuple[str, ...], dict[TicketKey, None]] = {}  # they find a place, or not, alike
         self._now = 0.0  # where the ticket that was admitted last began
 
     def __contains__(self, key: TicketKey) -> bool:
@@ -73,10 +76,6 @@ class AdmissionOrder:
     def __iter__(self) -> Iterator[TicketKey]:
         return iter(self._waiting)
 
-    def tickets(self) -> Iterator[Ticket]:
-        """Yield the tickets that wait, the first to come first."""
-        return (one.ticket for one in self._waiting.values())
-
     # -- changes
 
     def add(self, key: TicketKey, ticket: Ticket) -> None:
@@ -87,20 +86,31 @@ class AdmissionOrder:
         one = self._waiting[key] = _Waiting(key, ticket, next(self._serials))
         self._by_serial[one.serial] = one
         self.by_class[ticket.slo.name] += 1
+        for name in ticket.names:
+            self.wanted.count(name, 1)
+        self._by_names.setdefault(ticket.names, {})[key] = None
         times = (nanoseconds(ticket.slo.objective), nanoseconds(ticket.since), nanoseconds(ticket.load))
         tenant.add(RankedTicket(one.serial, _cost(ticket), *times))
+        self.expect(ticket.names, ticket.load)
 
-    def expect(self, key: TicketKey, load: float) -> None:
-        """Change the seconds that loading a ticket's adapters is expected to take."""
-        one = self._waiting[key]
-        one.ticket.load = load
-        self._tenants[one.ticket.tenant].expect(one.serial, nanoseconds(load))
+    def expect(self, names: tuple[str, ...], load: float) -> None:
+        """Change the seconds that loading these adapters is expected to take, in all tickets that want them."""
+        for one in map(self._waiting.__getitem__, self._by_names[names]):
+            if one.ticket.load != load:
+                one.ticket.load = load
+                self._tenants[one.ticket.tenant].expect(one.serial, nanoseconds(load))
 
     def discard(self, key: TicketKey) -> None:
         """Remove a ticket, if it waits."""
         if (one := self._waiting.pop(key, None)) is not None:
             del self._by_serial[one.serial]
             self.by_class[one.ticket.slo.name] -= 1
+            for name in one.ticket.names:
+                self.wanted.count(name, -1)
+            alike = self._by_names[one.ticket.names]
+            del alike[key]
+            if not alike:
+                del self._by_names[one.ticket.names]
             self._tenants[one.ticket.tenant].remove(one.serial)
 
     def admit(self, key: TicketKey, takes_place: bool) -> None:
@@ -121,10 +131,15 @@ class AdmissionOrder:
 
     # -- questions
 
-    def sequence(self, now: float) -> list[tuple[TicketKey, Ticket]]:
-        """Return the tickets in the order in which they are to be served."""
-        serials = (serial for _, serial in merge(*(_begins(tenant) for tenant in self._look(now))))
-        return [(one.key, one.ticket) for one in map(self._by_serial.__getitem__, serials)]
+    def sequence(self, now: float) -> Iterator[tuple[TicketKey, Ticket]]:
+        """Yield the tickets in the order in which they are to be served; ends with the next change of the order."""
+        for _, serial in merge(*(_begins(tenant) for tenant in self._look(now))):
+            one = self._by_serial[serial]
+            yield one.key, one.ticket
+
+    def names(self) -> list[tuple[str, ...]]:
+        """Return the names that tickets want, each once."""
+        return list(self._by_names)
 
     def position(self, key: TicketKey, now: float) -> int:
         """Return a ticket's position in that order, from 1 on, without making it."""
@@ -143,7 +158,16 @@ class AdmissionOrder:
     def is_behind_first(self, key: TicketKey, now: float) -> bool:
         """Return whether a ticket comes after the first, if that still waits."""
         first = self.first
-        return first is not None and first.key in self and self.position(first.key, now) < self.position(key, now)
+        if first is None or first.key not in self:
+            return False
+        self._look(now)
+        return self._begins(first.key) < self._begins(key)
+
+    def _begins(self, key: TicketKey) -> tuple[float, int]:
+        """Return the place of a ticket in the order."""
+        one = self._waiting[key]
+        tenant = self._tenants[one.ticket.tenant]
+        return tenant.begins(tenant.index(one.serial)), one.serial
 
 
 def _cost(ticket: Ticket) -> float:

@@ -13,10 +13,9 @@ no ticket starves. Tenants share by weight.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +95,7 @@ class AdmissionQueue:
     tickets: TicketTable = field(default_factory=TicketTable)
     loads: TicketLoads = field(default_factory=TicketLoads)
     paused: str = ""  # why no ticket is admitted, whatever capacity there is
+    _answered: list[tuple[TicketKey, Ticket, bool]] = field(default_factory=list)  # in this pass
 
     # -- clients
 
@@ -159,7 +159,10 @@ class AdmissionQueue:
     def release(self, client: int, handles: Iterable[int]) -> None:
         """Release holds, and admit what waits for them."""
         self._release(client, handles)
-        self.admit()
+        if self.update() or self._drained(self.clock()):
+            self.admit()
+        else:
+            self.updates.flush()  # others hold all of them still, so nothing has changed for those that wait
 
     def revoke(self, handle: int) -> list[int]:
         """Release an adapter for all clients that hold it; return these."""
@@ -172,6 +175,17 @@ class AdmissionQueue:
 
     def _release(self, client: int, handles: Iterable[int]) -> None:
         self.updates.held(client, fewer=self.holds.release(client, handles))
+
+    def _drain_for(self, first: FirstTicket, now: float) -> frozenset[int]:
+        self.tickets.waiting.first = first
+        return self._drained(now)
+
+    def _drained(self, now: float) -> frozenset[int]:
+        """Return the adapters that are drained for the first ticket."""
+        first, order = self.tickets.waiting.first, self.tickets.waiting
+        if first is None or first.key not in order:
+            return frozenset()
+        return first.drained(now, order.first_seconds, self.capacity, self.holds)
 
     def forget_client(self, client: int) -> None:
         """Remove a client that is gone, with all that it held or waited for."""
@@ -195,22 +209,51 @@ class AdmissionQueue:
         """
         self.update()
         order, now = self.tickets.waiting, self.clock()
-        if new is not None and not self.capacity.takes_place(set(self.resolve(new[1].names))):
-            looked_at, behind = [new], order.is_behind_first(new[0], now)
-        else:
-            looked_at, behind, order.first = order.sequence(now), False, None
         if self.paused:
-            looked_at = []
-        rule = now, order.first_seconds, self.capacity, self.holds
-        drained = order.first.drained(*rule) if behind and order.first is not None else frozenset()
-        for key, ticket in looked_at:
-            lacking = self._admit_if_allowed(key, ticket, drained, now)
-            if lacking and not behind:
-                order.first = FirstTicket(key, ticket, lacking)
-                drained, behind = order.first.drained(*rule), True
+            order.first = None
+        elif new is None or self.capacity.takes_place(set(self.resolve(new[1].names))):
+            self._admit_in_order(now)
+        elif order.is_behind_first(new[0], now):
+            self._admit_if_allowed(*new, self._drained(now), now)
+        elif lacking := self._admit_if_allowed(*new, frozenset(), now):
+            self._drain_for(FirstTicket(*new, lacking), now)
+        for key, ticket, took_place in self._answered:
+            order.discard(key) if ticket.error is not None else order.admit(key, took_place)
+        self._answered.clear()
         if not order:
             order.clear()
         self.updates.flush()
+
+    def _admit_in_order(self, now: float) -> None:
+        """Look at the tickets in order, from the first that finds no place on only at those that might."""
+        order, first, drained = self.tickets.waiting, None, frozenset[int]()
+        for names in order.names():
+            with suppress(LoraServerError):  # the ticket's answer
+                order.expect(names, self.loads.expected(self.resolve(names)))
+        fitting, order.first = set(filter(self._may_answer, order.names())), None
+        for key, ticket in order.sequence(now):
+            if first is not None and ticket.names not in fitting:
+                if not fitting:
+                    return
+                continue
+            had = len(self.capacity.in_use)
+            lacking = self._admit_if_allowed(key, ticket, drained, now)
+            if len(self.capacity.in_use) > had:
+                fitting = set(filter(self._may_answer, fitting))
+            elif ticket.handles is None and ticket.error is None:
+                fitting.discard(ticket.names)
+            if lacking and first is None:
+                first = FirstTicket(key, ticket, lacking)
+                drained = self._drain_for(first, now)
+
+    def _may_answer(self, names: tuple[str, ...]) -> bool:
+        """Return whether tickets of these names can be answered: there is a place for them, or an error."""
+        try:
+            handles = set(self.resolve(names))
+            self.capacity.check(names, handles)
+        except LoraServerError:
+            return True
+        return self.capacity.sizes.unmeasured(handles) is None and not self.capacity.lacking(handles)
 
     def answer(self, failed: Mapping[int, LoraServerError]) -> bool:
         """Answer the tickets with loaded adapters, and those with one in `failed`, which then hold nothing.
@@ -239,11 +282,9 @@ class AdmissionQueue:
             self.capacity.check(ticket.names, set(handles))
         except LoraServerError as error:
             ticket.error = error
-            self.tickets.waiting.discard(key)
+            self._answered.append((key, ticket, False))
             return set()
         wanted, capacity = set(handles), self.capacity
-        if ticket.slo.objective < math.inf:
-            self.tickets.waiting.expect(key, self.loads.expected(handles))
         if capacity.sizes.unmeasured(wanted) is not None or (drained and not wanted <= capacity.in_use - drained):
             return set()
         if capacity.lacking(wanted):
@@ -252,7 +293,7 @@ class AdmissionQueue:
         return set()
 
     def _admit(self, key: TicketKey, ticket: Ticket, handles: list[int], now: float) -> None:
-        self.tickets.waiting.admit(key, takes_place=not self.capacity.in_use >= set(handles))
+        self._answered.append((key, ticket, not self.capacity.in_use >= set(handles)))
         ticket.handles, ticket.admitted = handles, now
         if key[1] and self.loads.is_awaited(ticket):  # a ticket of number 0 is answered now
             self.tickets.loading[key] = ticket
@@ -263,10 +304,12 @@ class AdmissionQueue:
         self.counters.admit(key[0], ticket, now)
         self.update(ticket.trace)
 
-    def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:
-        """Note which adapters became active or inactive. `trace` is that of the request that caused it."""
-        more, fewer = self.capacity.set_in_use(*self.holds.in_use())
-        self.updates.active(more, fewer, trace)
+    def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> bool:
+        """Note which adapters became active or inactive, and return whether any went out of use. `trace` is that of the
+        request that caused it."""
+        in_use, moved = self.holds.in_use()
+        self.updates.active(*self.capacity.set_in_use(in_use, moved), trace)
+        return not moved <= in_use
 
     def _position(self, key: TicketKey, ticket: Ticket) -> QueuePosition:
         position = self.tickets.waiting.position(key, self.clock())

@@ -111,8 +111,8 @@ class AdmissionService:
         with self._changed:
             self._catalog.start.require_settled()
             if check is not None:
-                waiting = (name for one in self.queue.tickets.waiting.tickets() for name in one.names)
-                check(self._names.of(tenant).union(waiting))  # what waits is held as soon as there is capacity
+                waiting = self.queue.tickets.waiting.wanted  # held as soon as there is capacity
+                check(self._names.of(tenant) | waiting.of(tenant))
             for found in filter(None, map(self._catalog.find, set(names))):
                 if self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
                     self._sync.load(found)
