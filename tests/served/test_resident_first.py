@@ -111,13 +111,14 @@ def test_a_step_that_meets_missing_weights_fails_for_its_adapter_alone(served, e
     """As when an adapter was evicted just now: its request waits until it is loaded, the others' rows come again."""
     engine.leases.pace.of = lambda tokens: None  # scheduled as soon as it is admitted
     failures, limit = [], max(LAYERS * LAYER_SECONDS, 5 * usual(engine))
-    for _ in range(20):  # on a busy machine an adapter may be loaded before its first step comes
+    for _ in range(20):  # on a busy machine an adapter may be loaded before its first step comes, and any pass is slow
         cold, passes = beside(engine, next(served.cold))
         assert cold.failure is None and cold.first
-        failures += [one.failures for one in passes if "cold" in one.failures]
-        assert max(one.seconds for one in passes) < limit, "no pass waited for all of the load"
-        if failures:
+        refused = [one.failures for one in passes if "cold" in one.failures]
+        failures += refused
+        if refused and max(one.seconds for one in passes) < limit:
             break
-    assert failures, "no step came before the weights"
+    else:
+        pytest.fail(f"a pass waited for all of the load, each time; {len(failures)} steps came before the weights")
     assert all(one["cold"].code == "adapter_not_loaded" for one in failures)
     assert all(one.code == "retry" for each in failures for request, one in each.items() if request != "cold")
