@@ -75,6 +75,12 @@ class ModelSpec:
     assumed: tuple[str, ...] = ()
 
     @property
+    def geometry(self) -> str:
+        """Sizes that decide bytes and times, as one word; names and directories of a model differ, this does not."""
+        experts = f"-{self.experts}x{self.ffn}-top{self.top_k}" if self.moe_layers else f"-{self.dense_ffn}"
+        return f"{self.layers}x{self.hidden}{experts}-heads{self.heads}x{self.head_dim}-kv{self.kv_heads}"
+
+    @property
     def q_width(self) -> int:
         """Rows of q, and columns of o."""
         return self.heads * self.head_dim

@@ -83,11 +83,12 @@ def _where(one: dict[str, Any]) -> str:
 
 
 def all_rows(server: str) -> list[dict[str, Any]]:
-    """List served adapters, then refused ones, in the same form."""
+    """List served adapters, then refused ones, in the same form; `bytes` are of the server's dtype."""
     from lora_server.wire.listing import all_pages
 
     reply = all_pages(lambda request: ask(server, "Adapters", "List", request))
-    return [*map(adapter_row, reply.adapters), *map(refused_row, reply.refused)]
+    found = [*map(adapter_row, reply.adapters), *map(refused_row, reply.refused)]
+    return [row | {"dtype": reply.dtype} for row in found]
 
 
 def full_name(server: str, name: str) -> str:

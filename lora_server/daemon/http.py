@@ -14,6 +14,7 @@ from lora_server.control.http.server import Answer, HttpGate, HttpServer
 from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.daemon.guard import cannot_listen
 from lora_server.placement import Layout
+from lora_server.spec import ModelSpec
 
 
 def listen_http(
@@ -41,19 +42,19 @@ class NodeCollector(Collector):
 
     def __init__(
         self,
-        model: str,
+        spec: ModelSpec,
         layout: Layout,
         node: int,
         restarts: Callable[[], dict[int, int]],
         certificate: ServerCertificate | None = None,
     ) -> None:
         """`restarts`: of this node's shards."""
-        self._model, self._layout, self._node, self._restarts = model, layout, node, restarts
+        self._spec, self._layout, self._node, self._restarts = spec, layout, node, restarts
         self._certificate = certificate
 
     def collect(self) -> Iterable[Metric]:
         """Yield the build, the certificate's expiry and the restarts of shards."""
-        yield build_info(self._model, self._layout)
+        yield build_info(self._spec, self._layout)
         yield certificate_expiry(self._certificate)
         restarts = CounterMetricFamily(
             "lora_server_node_restarts", "Restarts of a node's shard", labels=["node", "shard"]

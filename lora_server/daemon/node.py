@@ -70,7 +70,7 @@ class Node:
         if process.node_rank:
             assert process.controller is not None
             layout, certificate = Layout.parse(process.layout), certificate_of(process)
-            collector = NodeCollector(self.spec.name, layout, process.node_rank, self._restarts, certificate)
+            collector = NodeCollector(self.spec, layout, process.node_rank, self._restarts, certificate)
             gate = RemoteGate(process.controller, process)
             not_ready = functools.partial(self._not_up, process)
             http = listen_http(process, self._stack, not_ready, collector, gate=gate, certificate=certificate)

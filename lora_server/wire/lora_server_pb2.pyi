@@ -99,14 +99,16 @@ class GetAdapterRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., registered: bool = ..., on_behalf_of: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersReply(_message.Message):
-    __slots__ = ("adapters", "refused", "next_page_token")
+    __slots__ = ("adapters", "refused", "next_page_token", "dtype")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     refused: _containers.RepeatedCompositeFieldContainer[Refusal]
     next_page_token: str
-    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    dtype: str
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("name", "uri", "code", "reason")

@@ -78,6 +78,8 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
     from provisioning.watch import advice, measured
 
     seen = measured.between(scrapes)
+    if plan is not None:
+        plan.check_model(seen.model, seen.geometry)
     candidate = None if plan is None else plan.candidate
     found: dict[str, Any] = {
         "scrapes": len(scrapes),

@@ -11,6 +11,8 @@ from provisioning.model.geometry import BaseDtype
 from provisioning.model.hardware import Cluster, Efficiency
 from provisioning.model.profile import Profile, Quantity
 
+_ATTENTION = "as much of the bandwidth as Table 4's experts reach; the table has no attention"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseLayer:
@@ -34,7 +36,9 @@ class BaseLayer:
         p, weights = self.gpus, geometry.attention_weight_bytes(self.spec, self.dtype)
         elements = geometry.attention_weight_bytes(self.spec) / 2
         cache = batch * self.context_tokens * geometry.kv_bytes_per_token(self.spec)
-        return self._term("base_attention", batch, weights * p + cache, 2 * batch * elements)
+        found = self._term("base_attention", batch, weights * p + cache, 2 * batch * elements)
+        fitted = found.source == self.efficiency.source
+        return found._replace(kind="assumed", source=_ATTENTION) if fitted else found
 
     def decode_us(self, batch: float) -> float:
         """Compute the time of all layers of a decode step."""

@@ -25,6 +25,7 @@ from provisioning.inputs import InputError, parsed
 from provisioning.workload.workload import Workload
 
 _ATTENTION = re.compile(r"\.(q_proj|k_proj|v_proj|o_proj|qkv_proj|Wqkv|out_proj)\.lora_")
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # older servers' lists do not say which
 _MOST_HEADER_BYTES = 100_000_000
 _LIST_SECONDS = 60.0
 
@@ -40,10 +41,14 @@ class Library:
     attention_N: NDArray[np.bool_]
 
     def sized(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> tuple[Workload, float, float]:
-        """Return (workload with the sizes, one rank for all, share of tokens with attention) for a model."""
+        """Return (workload with sizes and names, one rank for all, share of tokens with attention) for a model.
+
+        Which adapter is how popular is not known where the calls name none: sizes are then means.
+        """
         own = self.ordered_as(workload)
         rank, attention = own.lora_rank(workload, spec, shared_a=shared_a), own.attention_share(workload)
-        return replace(workload, ranks=f"{own.ranks} ({own.source})"), rank, attention
+        ranks = f"{own.ranks} ({own.source})"
+        return replace(workload, ranks=ranks, names=own.names), rank, attention
 
     def ordered_as(self, workload: Workload) -> Library:
         """Order by a workload's adapter names; unchanged where it names none."""
@@ -114,10 +119,11 @@ def _asked(server: str, where: str) -> str:
 
 def _of_list(rows: Any, source: str) -> Library:
     try:
+        rows = [row for row in rows if row.get("state") != "refused"]
         names = tuple(str(row["name"]) for row in rows)
-        bytes_N = np.array([float(row["bytes"]) for row in rows])
+        bytes_N = np.array([float(row["bytes"]) * 2 / _ITEM_BYTES[row.get("dtype") or "bfloat16"] for row in rows])
         ranks_N = np.array([int(row["lora_rank"]) for row in rows], dtype=np.int64)
-    except (TypeError, KeyError, ValueError):
+    except (AttributeError, TypeError, KeyError, ValueError):
         raise InputError(
             f"--from-adapters: {source}: expected what `lora-server adapters list --json` prints"
         ) from None

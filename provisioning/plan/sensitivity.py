@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from provisioning.plan.instances import sized
 from provisioning.plan.question import Scenario
 from provisioning.workload.workload import zipf
 
+_SERVERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SHARED = " servers, each with its share of the load"
 _MANY = 20_000  # adapters: with more, the instances are not sought anew for each change
 
 
@@ -51,6 +54,11 @@ def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True)
         scenario = replace(scenario, free_instances=False)
     changes = [*_changes(scenario), *(() if feasible else _relaxed(scenario))]
     return rows + [_replanned(name, changed, chosen) for name, changed in changes]
+
+
+def several_servers(variants: Sequence[QuestionVariant]) -> QuestionVariant | None:
+    """Return the variant of several servers, which only a question without a plan has."""
+    return next((item for item in variants if item.change.endswith(_SHARED)), None)
 
 
 def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float:
@@ -133,6 +141,28 @@ def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     gpu = replace(cluster.gpu, memory_bytes=2 * cluster.gpu.memory_bytes)
     model = replace(scenario.model, cluster=replace(cluster, gpu=gpu))
     yield "memory per GPU x2", replace(scenario, model=model)
+    servers = _servers(scenario)
+    if servers is not None:
+        yield f"{servers}{_SHARED}", _one_of(scenario, servers)
+
+
+def _servers(scenario: Scenario) -> int | None:
+    """Find the number of servers with the fewest GPUs in all, each of which has a plan; None if as many as 64 have
+    none."""
+    best, fewest = None, math.inf
+    for servers in _SERVERS:
+        chosen = smallest(sized(_one_of(scenario, servers))).chosen
+        if chosen is not None and servers * chosen.all_gpus >= fewest:
+            break
+        if chosen is not None:
+            best, fewest = servers, servers * chosen.all_gpus
+    return best
+
+
+def _one_of(scenario: Scenario, servers: int) -> Scenario:
+    """Return the question of one of several servers: all adapters, its own instances, and its share of the load."""
+    instances = max(scenario.instances // servers, 1)
+    return replace(scenario.scaled(1 / servers), instances=instances)
 
 
 def _with_popularity(scenario: Scenario, popularity: Floats) -> Scenario:

@@ -38,6 +38,7 @@ def commands(result: Result) -> str:
 def _commands(result: Result) -> Iterator[str]:
     scenario, model = result.scenario, shlex.quote(result.base_model)
     gpus, first = scenario.model.instance_gpus, result.candidate.gpus
+    experts = " --enable-expert-parallel" if scenario.model.spec.moe_layers else ""
     one_host = first + scenario.instances * gpus <= scenario.model.cluster.gpus_per_node
     yield f"# {question(result)}"
     yield f"# {headline(result)}"
@@ -53,5 +54,5 @@ def _commands(result: Result) -> Iterator[str]:
     for instance in range(scenario.instances):
         own = range(first + instance * gpus, first + (instance + 1) * gpus)
         local = f"CUDA_VISIBLE_DEVICES={','.join(map(str, own))} " if one_host else ""
-        parallel = f" --tensor-parallel-size {gpus}" if gpus > 1 else ""
+        parallel = f" --tensor-parallel-size {gpus}{experts}" if gpus > 1 else ""
         yield f"{local}vllm serve {model} --served-model-name base --port {8000 + instance}{parallel}"

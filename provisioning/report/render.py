@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from provisioning.plan.band import SPREAD
+from provisioning.plan.sensitivity import several_servers
 from provisioning.plan.verify import Trial
 from provisioning.report import classes, prefill, words
 from provisioning.report.result import Result
@@ -36,7 +37,7 @@ def headline(result: Result) -> str:
     if not result.feasible:
         return (
             f"INFEASIBLE with up to {words.count(scenario.max_gpus, 'GPU')}; binding constraint: {choice.binding}; "
-            f"closest was {candidate.layout}"
+            f"closest was {candidate.layout}{_several(result)}"
         )
     gpus, nodes = words.count(candidate.gpus, "LoRA Server GPU"), words.count(result.nodes, "node")
     instances, each = words.count(scenario.instances, "instance"), words.count(scenario.model.instance_gpus, "GPU")
@@ -46,6 +47,14 @@ def headline(result: Result) -> str:
         f"{gpus} as {candidate.layout} on {nodes}{spare}, beside {instances} of {each}{transport}; "
         f"binding: {choice.binding}"
     )
+
+
+def _several(result: Result) -> str:
+    found = several_servers(result.variants)
+    if found is None or found.gpus is None:
+        return ""
+    each = words.count(found.instances, "instance")
+    return f". By the model {found.change} do: {words.count(found.gpus, 'GPU')} as {found.layout} beside {each} each"
 
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:

@@ -48,7 +48,8 @@ def settings(result: Result) -> dict[str, object]:
         "nodes": result.serving_nodes,
         "device": "cuda",
         "dtype": "bfloat16",
-        "device_pool": candidate.slots * scenario.cache.adapter_bytes(candidate.layout),
+        "device_pool": min(candidate.slots, scenario.workload.num_adapters)
+        * scenario.cache.adapter_bytes(candidate.layout),
         "host_pool": _elsewhere(result) * scenario.cache.adapter_bytes(candidate.layout),
         "max_step_rows": _message_rows(result),
         "wire": scenario.model.wire,

@@ -69,7 +69,8 @@ def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
     yield Row(what="of these called", measured=len(measured.named), planned=None)
     hottest = max((calls for name, (calls, _) in measured.holds.items() if name in measured.named), default=0.0)
     most = None if plan is None else float(plan.workload.popularity.max())
-    yield Row(what="share of the hottest", measured=hottest / measured.requests, planned=most)
+    share = hottest / measured.requests if measured.requests else None
+    yield Row(what="share of the hottest", measured=share, planned=most)
     promised = None if candidate is None else candidate.scenario.cache.iar(candidate.slots)
     yield Row(what="admitted at once", measured=_known(measured.immediate), planned=promised)
     yield Row(what="tokens/s, prompts too", measured=_tokens_per_s(measured, plan), planned=None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from provisioning.arrays import Floats
 from provisioning.inputs import InputError
-from provisioning.watch.scrape import ADMITTED, HOLDS, QUEUE, REGISTERED, SHARD_SUMS, WAITED, Scrape
+from provisioning.watch.scrape import ADMITTED, BUILD, HOLDS, QUEUE, REGISTERED, SHARD_SUMS, WAITED, Scrape
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload
 
@@ -21,7 +21,10 @@ _MOST_GAP_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held."""
+    """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held.
+
+    `model` and `geometry` are the server's; empty where it does not say them.
+    """
 
     seconds: float
     registered: int
@@ -31,6 +34,8 @@ class Measured:
     waited_seconds: float
     shards: dict[str, float] = field(default_factory=dict)
     resets: int = 0
+    model: str = ""
+    geometry: str = ""
 
     @property
     def requests(self) -> float:
@@ -44,13 +49,17 @@ class Measured:
 
     @property
     def held_s(self) -> float:
-        """A request's, on average."""
-        return sum(seconds for _, seconds in self.holds.values()) / self.requests
+        """Mean of a request; NaN without requests."""
+        return self._held_s / self.requests if self.requests else math.nan
 
     @property
     def in_flight(self) -> float:
         """LB, the mean over time, by Little's law."""
-        return self.rate * self.held_s
+        return self._held_s / self.seconds
+
+    @property
+    def _held_s(self) -> float:
+        return sum(seconds for _, seconds in self.holds.values())
 
     @property
     def immediate(self) -> float:
@@ -120,6 +129,7 @@ def _since(earlier: Scrape | None, later: Scrape) -> Measured:
     if earlier is not None and not later.at > earlier.at:
         raise InputError("two scrapes have the same time; record them in separate files")
     calls, seconds = adapters("count"), adapters("sum")
+    built = next((dict(labels) for labels in later.of(BUILD)), {})
     queue = later.total(QUEUE) - (0.0 if earlier is None else earlier.total(QUEUE))
     at_once = grown(ADMITTED, kind="immediate")
     return Measured(
@@ -131,6 +141,8 @@ def _since(earlier: Scrape | None, later: Scrape) -> Measured:
         waited_seconds=grown(WAITED),
         shards={name: grown(f"lora_server_{name}_total") for name in SHARD_SUMS},
         resets=int(resets > 0),
+        model=built.get("model", ""),
+        geometry=built.get("geometry", ""),
     )
 
 
@@ -161,4 +173,6 @@ def _summed(parts: Sequence[Measured]) -> Measured:
         waited_seconds=sum(part.waited_seconds for part in parts),
         shards={name: sum(part.shards[name] for part in parts) for name in SHARD_SUMS},
         resets=sum(part.resets for part in parts),
+        model=parts[-1].model,
+        geometry=parts[-1].geometry,
     )

@@ -24,6 +24,16 @@ class Planned:
 
     candidate: Candidate
     command: str
+    file: Path
+
+    def check_model(self, name: str, geometry: str) -> None:
+        """Refuse a server of another model; raises InputError. A server that does not say its geometry passes."""
+        spec = self.candidate.scenario.model.spec
+        if geometry and geometry != spec.geometry:
+            raise InputError(
+                f"--plan: {self.file} is of {spec.name} ({spec.geometry}), but the server serves {name} ({geometry}); "
+                "give the plan of this server's model"
+            )
 
 
 def read(file: Path, flags_of: Callable[[Sequence[str]], PlanFlags]) -> Planned:
@@ -43,7 +53,7 @@ def read(file: Path, flags_of: Callable[[Sequence[str]], PlanFlags]) -> Planned:
         layout = Layout.parse(str(_settings(text, where).get("layout")))
     except (ConfigError, ValueError) as error:
         raise InputError(f"{where}: its command or layout cannot be used here: {error}") from None
-    return Planned(candidate=evaluate(question, layout), command=command)
+    return Planned(candidate=evaluate(question, layout), command=command, file=file)
 
 
 def _settings(text: str, where: str) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from provisioning.inputs import InputError
 
 HOLDS = "lora_server_adapter_hold_seconds"
 ADMITTED, QUEUE = "lora_server_admissions_total", "lora_server_admission_queue"
-WAITED, REGISTERED = "lora_server_admission_wait_seconds_sum", "lora_server_adapters"
+BUILD, WAITED, REGISTERED = "lora_server_build_info", "lora_server_admission_wait_seconds_sum", "lora_server_adapters"
 SHARD_SUMS = ("steps", "compute_seconds", "wait_seconds", "entries", "failed_steps", "loads", "evictions")
 _SUMS = [f"lora_server_{name}_total" for name in SHARD_SUMS]
-READ = frozenset([f"{HOLDS}_count", f"{HOLDS}_sum", ADMITTED, QUEUE, WAITED, REGISTERED, *_SUMS])  # others are skipped
+READ = frozenset(
+    [f"{HOLDS}_count", f"{HOLDS}_sum", ADMITTED, QUEUE, BUILD, WAITED, REGISTERED, *_SUMS]
+)  # others are skipped
 SECONDS = 10.0  # for an answer
 _MOST_BYTES = 64 << 20
 _HEADING = re.compile(r"^# scrape (\d+(?:\.\d+)?)$", re.MULTILINE)

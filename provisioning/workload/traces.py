@@ -84,6 +84,11 @@ def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Reques
             f"--trace: {file}: its {len(rows)} request(s) have one timestamp, so that no rate follows; "
             "give a trace with several, or its calls per adapter as --counts"
         )
+    if max(time_s) - min(time_s) > _MOST_SPAN_S:
+        raise InputError(
+            f"--trace: {file}: timestamps from {min(time_s):g} to {max(time_s):g} s, expected at most "
+            f"{_MOST_SPAN_S:.0e} s between them; is one of them of another unit?"
+        )
     order = np.argsort(np.array(time_s), kind="stable")
     distinct, adapter = _adapters(names, drawn, file)
     arrival_s = np.array(time_s)[order]
@@ -110,6 +115,7 @@ def _adapters(names: tuple[str | None, ...], drawn: ZipfAdapters, file: Path) ->
     return known, np.array([index[name] for name in names if name is not None], dtype=np.int64)
 
 
+_MOST_SPAN_S = 1e9  # 32 years
 _Row = tuple[float, str | None, int, int]
 
 

@@ -30,7 +30,7 @@ class AdaptersService:
     """The RPCs of Adapters, as the proto describes them. Callers' names become full names here."""
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
-        self._adapters, self._scopes = controller.adapters, scopes
+        self._adapters, self._scopes, self._dtype = controller.adapters, scopes, controller.agreement.dtype
         self._leases, self._allowed = controller.clients.leases, controller.adapters.rollout.allowed
 
     def Add(self, request: pb.AddAdapterRequest, who: Identity) -> pb.Adapter:
@@ -52,6 +52,7 @@ class AdaptersService:
     def List(self, request: pb.ListAdaptersRequest, who: Identity) -> pb.ListAdaptersReply:
         scope = self._scopes.of(who, request.on_behalf_of)
         found = page(self._adapters.listings, request.page_token, request.page_size, scope.sees)
+        found.dtype = self._dtype
         return cut_page(scope, found)
 
     def Get(self, request: pb.GetAdapterRequest, who: Identity) -> pb.Adapter:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -357,6 +358,24 @@ def test_the_command_and_a_list_of_a_server(tmp_path, model):
     rows = [{"name": "law", "lora_rank": 16, "bytes": 2 * specs.load(model).adapter_bytes(8)}]
     (tmp_path / "list.json").write_text(json.dumps(rows))
     assert question(model, tmp_path / "list.json").model.lora_rank == pytest.approx(16)
+    refused = {"name": "bad", "lora_rank": 0, "bytes": 0, "state": "refused"}
+    (tmp_path / "list.json").write_text(json.dumps([row | {"dtype": "float32"} for row in (*rows, refused)]))
+    served = question(model, tmp_path / "list.json")
+    assert served.model.lora_rank == pytest.approx(8) and served.workload.names == ("law",)
+
+
+def test_what_is_emitted_names_adapters_that_are_there(tmp_path, model):
+    for name in ("code", "law", "med"):
+        adapter(tmp_path / "adapters" / name, 8)
+    asked = typed(slo=SLO, model=model, instances=2, batch_size=8, instance_gpus=2, from_adapters=tmp_path / "adapters")
+    done = provision(*asked, "--no-simulate", "--emit", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    lines = (tmp_path / "out" / "trace.csv").read_text().splitlines()[1:]
+    assert {line.split(",")[1] for line in lines} == {"code", "law", "med"}
+    commands = (tmp_path / "out" / "commands.sh").read_text()
+    assert commands.count("--tensor-parallel-size 2 --enable-expert-parallel\n") == 2
+    settings = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+    assert settings["device_pool"] == 3 * memory.fullest_shard_bytes(specs.load(model), Layout(1, 1), 8.0)
 
 
 def broken(path):

@@ -21,6 +21,7 @@ from provisioning.plan.band import band
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import coupled
+from provisioning.plan.instances import sized
 from provisioning.plan.sensitivity import headroom
 from provisioning.plan.verify import verify
 from provisioning.report import render
@@ -28,9 +29,10 @@ from provisioning.report.document import document
 from provisioning.report.html import html
 from provisioning.report.result import answer
 from provisioning.workload.copies import in_turn
-from tests.support.provision import ASKED, DECODING, QWEN, provision, question, typed
+from tests.support.provision import ASKED, DECODING, QWEN, SLO, provision, question, typed
 
 TABLE_3 = [("gpt-oss-20b", 64), ("qwen3-30b-a3b", 32), ("mixtral-8x7b", 64), ("scaled-moe", 64), ("dbrx", 64)]
+RATE = {"instances": None, "batch_size": None} | DECODING
 KEYS = {
     "feasible", "gpus", "layout", "min_cache_slots", "cache_slots", "iar", "iar_target", "binding_constraint",
     "latency_us", "coupled", "sensitivity", "simulation", "provenance",
@@ -100,6 +102,22 @@ def test_infeasible_names_what_binds_and_what_would_help(changes, binding, helps
     assert rows["gpus +1"]["gpus"] == plan["closest"]["gpus"] + 1
     assert plan["coupled"]["evaluated"] and plan["coupled"]["verdict"]
     assert json.dumps(plan, allow_nan=False), "every number is finite"
+
+
+def test_a_load_beyond_one_server_is_planned_on_several():
+    asked = typed(slo=SLO, model="gpt-oss-20b", adapters=512, request_rate=10_000, **DECODING)
+    plan = json.loads(provision(*asked, "--no-simulate", "--json").stdout)
+    found = plan["sensitivity"][-1]
+    assert not plan["feasible"] and found["change"] == "3 servers, each with its share of the load"
+    assert f"By the model {found['change']} do: {found['gpus']} GPUs as {found['layout']}" in plan["answer"]
+    each = smallest(sized(question(model="gpt-oss-20b", request_rate=10_000 / 3, **RATE))).chosen
+    assert (each.gpus, each.scenario.instances) == (found["gpus"], found["instances"])
+
+
+def test_attention_is_no_figure_of_the_papers_table():
+    found = document(answer(question(), seeds=0))["provenance"]
+    assert found["base_attention_us"]["kind"] == "assumed" and "fitted" not in found["base_attention_us"]["source"]
+    assert found["base_ffn_us"]["source"] == "fitted to batch 128 of the paper's Table 4"
 
 
 TIGHT = {"gpu": "h100", "adapters": 200, "context_tokens": 8192.0} | DECODING  # KV of 59 requests an instance

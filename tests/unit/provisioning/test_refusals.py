@@ -129,6 +129,7 @@ BAD_FILES = {
         "timestamp,adapter,output_tokens\n1,,3\n": "line 2: the adapter is empty",
         "timestamp,output_tokens\n1,2\n1,2\n": "2 request(s) have one timestamp",
         "timestamp,output_tokens\n1,2\n": "1 request(s) have one timestamp",
+        "timestamp,output_tokens\n0,2\n1e300,2\n": "timestamps from 0 to 1e+300 s, expected at most 1e+09 s",
     },
     ("--trace", "a.jsonl"): {
         "{}\n": "line 1: no timestamp",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench import admission, admission_cells, harness
+from lora_server.spec import PRESETS
 from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.workload.requests import Lengths
@@ -23,14 +24,18 @@ def watched(*arguments, code=0):
     return json.loads(found.stdout)
 
 
+def planned(file, *more):
+    """Write a plan as the console script does, whose command is that of sys.argv."""
+    asked = [*ASKED, *map(str, more), "--no-simulate", "--out", str(file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["provision", *asked])
+        assert provision(*asked).exit_code == 0
+    return file
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """As the console script writes it, whose command is that of sys.argv."""
-    file = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["provision", *ASKED, "--no-simulate", "--out", str(file)])
-        assert provision(*ASKED, "--no-simulate", "--out", file).exit_code == 0
-    return file
+    return planned(tmp_path_factory.mktemp("plan") / "plan.yaml")
 
 
 def page(at, calls, *, seconds=2.0, immediate=None, steps=1000, compute=0.3, adapters=256):
@@ -70,10 +75,12 @@ def hours(loads, calls=None):
 @pytest.mark.timeout(600)
 def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     admission.make(tmp_path, 16)
+    other, plan = plan, planned(tmp_path / "plan.yaml", "--model", tmp_path / "model")
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
     with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
         first = watched("--server", server.http, "--record", record, "--plan", plan)
         assert first["scrapes"] == 1 and first["now"] is None and "A rate needs two scrapes" in first["advice"]
+        check_refused(provision("watch", "--server", server.http, "--seconds", "1", "--plan", other), "is of mixtral")
         row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
         harness.until(lambda: not harness.status(server.address).active, "all are released")
         found = watched("--server", server.http, "--record", record, "--plan", plan)
@@ -134,6 +141,28 @@ def test_two_scrapes_say_the_load_between_them():
     # a restart is said, and what came since it counts
     seen = between(page(0, {"a": 100}) + page(10, {"a": 150}) + page(20, {"a": 20}, steps=5, compute=0.1))
     assert (seen.requests, seen.resets) == (70, 1) and seen.admitted == 70
+
+
+def test_a_server_that_no_request_has_reached_yet(tmp_path, plan):
+    (tmp_path / "fresh").write_text(page(0, {"(other)": 0}) + page(60, {"(other)": 0}))
+    found = watched(tmp_path / "fresh", "--plan", plan)
+    rows = {one["what"]: one["measured"] for one in found["measured"]}
+    assert (rows["requests/s"], rows["requests in flight"]) == (0, 0) and rows["share of the hottest"] is None
+    assert found["now"] is None and found["advice"].startswith("No request ended")
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path, plan):
+    for name, says in (
+        ("mixtral-8x7b", None),
+        ("gpt-oss-20b", "is of mixtral-8x7b (32x4096-8x14336-top2-heads32x128-"),
+    ):
+        labels = f'model="a copy of it",geometry="{PRESETS[name].geometry}"'
+        build = f"lora_server_build_info{{{labels}}} 1\n"
+        (tmp_path / name).write_text(page(0, {"a": 0}) + build + page(60, {"a": 0}) + build)
+        if says is None:
+            watched(tmp_path / name, "--plan", plan)
+        else:
+            check_refused(provision("watch", tmp_path / name, "--plan", plan), says)
 
 
 @pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "-1"])
