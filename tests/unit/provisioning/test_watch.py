@@ -75,7 +75,7 @@ def hours(loads, calls=None):
 @pytest.mark.timeout(600)
 def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     admission.make(tmp_path, 16)
-    other, plan = plan, planned(tmp_path / "plan.yaml", "--model", tmp_path / "model")
+    other, plan = plan, planned(tmp_path / "plan.yaml", "--model", tmp_path / "base")
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
     with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
         first = watched("--server", server.http, "--record", record, "--plan", plan)
