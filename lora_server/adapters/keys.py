@@ -52,6 +52,7 @@ _KEY = re.compile(
     rf"base_model\.model\.(?P<module>model\.layers\.(?P<layer>{_NUMBER})\.(?P<rest>.+?))"
     r"\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
 )
+_WEIGHT = re.compile(rf"(?P<module>model\.layers\.(?P<layer>{_NUMBER})\.(?P<rest>.+?))(?:\.weight)?")
 _NESTED = re.compile(rf"\.layers\.({_NUMBER})\..*\.experts\.base_layer\.lora_")
 _SECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
 _DENSE_PROJECTION = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "o", "gate": "gate_up", "up": "gate_up"}
@@ -80,11 +81,26 @@ def parse_key(key: str, nested: Collection[int], spec: ModelSpec, settings: Lora
         if form is Form.FLAT:
             name = _fused_parameter(key, layer, nested, settings)
             module = f"{module.removesuffix('.base_layer')}.{name}"
-        section = _SECTIONS.get(name, name.removesuffix("_proj"))
-        site = Site(layer, _DENSE_PROJECTION.get(section, section))
-        dense = "block" not in groups
-        return Target(site, section, 0 if dense else expert, form, module), matched["side"]
+        return _target(name, layer, expert if "block" in groups else 0, form, module), matched["side"]
     raise refusal(key, got="a tensor that no site takes", expected=_SERVED, do=_advice(key))
+
+
+def weight_target(name: str, spec: ModelSpec) -> Target | None:
+    """Return what a tensor of a base model's checkpoint holds; None for one that no adapter changes."""
+    matched = _WEIGHT.fullmatch(name)
+    for form, pattern in _FORMS if matched else ():
+        assert matched is not None
+        found = pattern.fullmatch(matched["rest"])
+        if found is None or form is Form.FLAT or int(matched["layer"]) >= spec.layers:
+            continue
+        expert = None if form is Form.STACKED else int(found.groupdict().get("expert") or 0)
+        return _target(found["name"], int(matched["layer"]), expert, form, matched["module"])
+    return None
+
+
+def _target(name: str, layer: int, expert: int | None, form: Form, module: str) -> Target:
+    section = _SECTIONS.get(name, name.removesuffix("_proj"))
+    return Target(Site(layer, _DENSE_PROJECTION.get(section, section)), section, expert, form, module)
 
 
 def _check_layer(key: str, layer: int, expert: int | None, groups: dict[str, str], spec: ModelSpec) -> None:

@@ -1,0 +1,142 @@
+"""Merges an adapter into base weights, offline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lora_server.cli.call import SERVER_VARIABLE, JsonOption, ask, print_json, run
+from lora_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lora_server.merged import MergedRecord
+
+BREAK_EVEN = 0.5
+BaseOption = Annotated[Path, typer.Option(help="Directory of the base model, in safetensors.")]
+AdapterOption = Annotated[
+    str, typer.Option(help="PEFT directory of the adapter, or with --server its name there (--name: its name).")
+]
+OutOption = Annotated[Path, typer.Option(help="Directory to write; it must not exist.")]
+NameOption = Annotated[
+    str, typer.Option(help="The adapter's name at the server. (default: the directory's name, as --adapters has it)")
+]
+ServerOption = Annotated[
+    str, typer.Option(envvar=SERVER_VARIABLE, help="The server's --listen, to look the adapter up. (default: none)")
+]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Share of all adapter rows that are this adapter's. (default: not checked)"),
+]
+
+
+def merge(
+    base_model: BaseOption,
+    adapter: AdapterOption,
+    out: OutOption,
+    name: NameOption = "",
+    server: ServerOption = "",
+    hot_share: ShareOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a base model with one adapter merged into its weights.
+
+    \b
+    lora-server merge --base-model ./Mixtral-8x7B --adapter ./adapters/law \\
+        --out ./Mixtral-8x7B+law
+
+    An engine that serves the result answers that adapter without the server, and every other one exactly, with it. It
+    pays where more than half of all adapter rows are this adapter's. A merge that was interrupted continues when it is
+    started again.
+    """
+
+    def command() -> None:
+        from lora_server import logs, terminal
+        from lora_server.adapters import validate_adapter
+        from lora_server.merge import Merge
+        from lora_server.spec import load
+
+        logs.configure()  # to stderr: stdout is for the result
+        directory, own, expected = _source(adapter, name, server)
+        opened, version = validate_adapter(directory, load(base_model))
+        with opened:
+            if expected not in ("", version):
+                raise ConfigError(
+                    f"adapter {own!r}: got version {version[:12]} in {directory}, expected {expected[:12]}, which "
+                    f"{server} serves; its files were changed: lora-server adapters update {own} {directory}"
+                )
+            task = Merge(base_model, opened, version, own, out)
+            with _bar(task.total_bytes) as report:
+                record = task.run(report)
+        if as_json:
+            print_json({"out": str(out), **vars(record)})
+        else:
+            _show(record, out)
+        if hot_share is not None and hot_share < BREAK_EVEN:
+            terminal.say(
+                terminal.open_console(stderr=True),
+                f"--hot-share {hot_share:g}: the server gets {2 * (1 - hot_share):.2f} entries per adapter row, and "
+                "1.00 without a merge; below 0.5 a merge costs more than it saves",
+                "warning",
+            )
+
+    run(command)
+
+
+def _source(adapter: str, name: str, server: str) -> tuple[Path, str, str]:
+    """Return the adapter's directory, its name, and the version that the server serves ("" without one)."""
+    if Path(adapter).is_dir():
+        return Path(adapter), name or Path(adapter).resolve().name, ""
+    if not server:
+        raise ConfigError(
+            f"--adapter: got {adapter!r}, expected the directory of a PEFT adapter, or with --server the name of one"
+        )
+    from lora_server.wire import lora_server_pb2 as pb
+
+    found = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=adapter, registered=True))
+    directory = Path(found.uri.removeprefix("file://"))
+    if not directory.is_dir():
+        raise ConfigError(
+            f"adapter {adapter!r}: got {found.uri}, which is no directory of this machine; fetch it, and give the "
+            f"directory with --name {adapter}"
+        )
+    return directory, name or found.name, found.version
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr if that is a terminal."""
+    import sys
+
+    from lora_server import terminal
+
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    with terminal.progress(transient=True) as progress:
+        task = progress.add_task("merging (MiB)", total=total >> 20)
+        written = 0
+
+        def report(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            progress.update(task, completed=written >> 20)
+
+        yield report
+
+
+def _show(record: MergedRecord, out: Path) -> None:
+    from lora_server import terminal
+
+    console = terminal.open_console()
+    terminal.say(console, f"{out}: {record.base_model} with {record.name} {record.version[:12]} merged, {record.dtype}")
+    names = {"merged": record.name, "base_model": "base model", "others": "another adapter"}
+    rows = [
+        (names[kind], f"{one['unmerged']:.1e}", f"{one['merged']:.1e}", f"{one['merged'] / one['unmerged']:.2f}x")
+        for kind, one in record.errors.items()
+    ]
+    columns = ("rows of", "error, not merged", "error, merged", "ratio")
+    terminal.table(console, columns, rows, left=("rows of",), wrapped="rows of")
