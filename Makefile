@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -22,7 +22,7 @@ help:
 		'make test         what a change can break; test-fast: under 90 s, test-all: every test, test-vllm: with vLLM' \
 		'make lint docs    what CI checks besides' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
-		'make bench        what the figures in bench/results come from' \
+		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
 		'make chaos mutants stress   faults, sabotages, and tests in random order under load: long' \
 		'make clean        delete the environments; each of the others makes those that it needs'
 
@@ -139,6 +139,11 @@ $(VENV_BUILD)/ready: constraints-build.txt
 # every kernel as a GPU's host compiles it, with NVIDIA's compiler from wheels; neither a GPU nor its driver is needed
 gpu-build: $(VENV_BUILD)/ready
 	$(VENV_BUILD)/bin/python -m bench.gpu_build $(ARGS)
+
+# beside what people would use instead, a quarter of an hour on two quiet cores; to see that it runs: ARGS=--short
+race: $(VENV)/ready $(VENV_VLLM)/ready
+	$(BIN_VLLM)/python -m bench.race $(ARGS)
+	$(if $(findstring --short,$(ARGS)),,$(BIN)/python -m bench.race.plot)
 
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)

@@ -9,9 +9,10 @@ ours          the same vLLM on one core, and a LoRA server of one shard on the o
 PEFT          transformers and PEFT, mixed batches; a batch ends with its longest answer
 
 vLLM engines run as vLLM serves them (AsyncLLM, engine core in its own process) and are all started before the first
-row; rows take turns. Adapters have ranks 8, 16, 32 and 64 in turn, were all read once, and are asked for by Zipf 1.0.
-Open loop: Poisson arrivals, or those of a trace, compressed. Closed loop: so many requests in flight. A row counts calls
-whose tokens are those of `ours`: equal / compared, as far as both answered.
+row; systems take turns. Adapters have ranks 8, 16, 32 and 64 in turn, were all read once, and are drawn by Zipf 1.0.
+Open loop: Poisson arrivals, or those of a trace, compressed. Closed loop: so many requests in flight. `equal`: calls
+whose tokens are those of `ours`, of the calls that both answered. Not here: SGLang, which has no connector of ours yet,
+and mixture-of-experts models, for which vLLM has no LoRA on CPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bench import harness
 from bench.race import load, report, score
 from bench.race.load import Call, Job, Seen
 from bench.race.make import make
-from bench.race.systems import Contestant, System, running
+from bench.race.systems import START_SECONDS, Contestant, System, running
 from lora_server.demo import children
 
 SAY = Console(stderr=True)
@@ -47,9 +48,10 @@ class Plan:
     model: dict[str, Any]
     seconds: float
     cores: int
-    places: tuple[int, ...] = (4, 8, 16, 64)
+    places: tuple[int, ...] = (8, 4, 16, 64)
     counts: tuple[int, ...] = (64, 16, 256)  # of attention adapters; the first has all rows
     all_sites: int = 64
+    one_thread: bool = True  # also vLLM with one thread, without adapters and with its own LoRA
     rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 6.0)
     some_rates: tuple[float, ...] = (2.0, 3.0)  # of the other counts and sites
     width: int = 16
@@ -68,7 +70,15 @@ FULL = {
     "max_position_embeddings": 1024,
 }
 TINY = {"head_dim": 32, "max_position_embeddings": 1024, "num_hidden_layers": 2}
-SHORT = {"places": (2,), "counts": (3,), "all_sites": 3, "rates": (4.0,), "some_rates": (4.0,), "width": 4}
+SHORT = {
+    "places": (2,),
+    "counts": (3,),
+    "all_sites": 0,
+    "one_thread": False,
+    "rates": (4.0,),
+    "some_rates": (4.0,),
+    "width": 4,
+}
 
 
 @dataclass
@@ -82,17 +92,23 @@ class Race:
     stacks: dict[str, contextlib.ExitStack] = field(default_factory=dict)
     rows: list[score.Row] = field(default_factory=list)
 
-    def start(self, system: System) -> None:
-        """Start a system, and have it read all its adapters."""
-        began, stack = time.monotonic(), contextlib.ExitStack()
-        self.stacks[system.name] = stack
-        mine = [name for name in self.adapters if system.kind == "ours" or name.startswith(system.sites)]
-        if system.kind == "peft":
-            mine = mine[: self.plan.counts[0]]
-        contestant = self.running[system.name] = stack.enter_context(running(system, self.work, mine))
-        warm = [call for call in load.every(mine) if system.kind != "base"] or load.every(["base"])
-        contestant.ask(Job(warm, 0, 300.0))
-        SAY.print(f"{system.name}: started in {time.monotonic() - began:.0f} s")
+    def start(self, systems: Sequence[System]) -> None:
+        """Start systems side by side, and have each read all its adapters."""
+        began = time.monotonic()
+        mine = {one.name: self._adapters_of(one) for one in systems}
+        for one in systems:
+            stack = self.stacks[one.name] = contextlib.ExitStack()
+            self.running[one.name] = stack.enter_context(running(one, self.work, mine[one.name]))
+        for one in systems:
+            self.running[one.name].answer(START_SECONDS)
+        for one in systems:
+            names = [] if one.kind == "base" else mine[one.name]
+            self.running[one.name].ask(Job(load.every(names or [None]), 0, START_SECONDS))
+        SAY.print(f"{', '.join(one.name for one in systems)}: ready after {time.monotonic() - began:.0f} s")
+
+    def _adapters_of(self, system: System) -> list[str]:
+        served = [name for name in self.adapters if system.kind == "ours" or name.startswith(system.sites)]
+        return served[: self.plan.counts[0]] if system.kind == "peft" else served
 
     def stop(self, name: str) -> None:
         """Stop a system."""
@@ -118,20 +134,32 @@ class Race:
 
 
 def tune(race: Race, calls: list[Call], **about: Any) -> str:
-    """Start vLLM's own LoRA in each setting; returns the name of the one that serves the calls best, the others end."""
-    cores = race.plan.cores
-    systems = [System(f"vLLM's LoRA, {n} places", "own", cores, n) for n in race.plan.places]
-    if len(systems) > 1:
-        systems.append(System(f"vLLM's LoRA, {systems[1].places} places, 1 thread", "own", 1, systems[1].places))
-    for system in systems:
-        race.start(system)
-    names = [system.name for system in systems]
+    """Run vLLM's own LoRA by threads, then by places. Returns the name of the best setting, the only one that stays."""
+    first, *others = race.plan.places
+    threads = [race.plan.cores, 1] if race.plan.one_thread else [race.plan.cores]
+    best = _best(race, [own(first, count) for count in threads], calls, about)
+    if others:
+        best = _best(race, [own(places, best.threads) for places in others], calls, about, best)
+    return best.name
+
+
+def own(places: int, threads: int) -> System:
+    """Return a setting of vLLM's own LoRA."""
+    return System(f"vLLM's LoRA, {places} places, {threads} thread{'s' * (threads > 1)}", "own", threads, places)
+
+
+def _best(
+    race: Race, systems: list[System], calls: list[Call], about: Mapping[str, Any], beside: System | None = None
+) -> System:
+    race.start(systems)
+    names = [system.name for system in (*systems, *([beside] if beside else []))]
     rows = race.run(names, calls, **about)
     best = max(rows, key=lambda one: (one["within"], -one["ttft_p95_s"]))["system"]
+    kept = race.running[best].system
     for name in names:
         if name != best:
             race.stop(name)
-    return str(best)
+    return kept
 
 
 def race_all(plan: Plan, work: Path, traces: Path) -> list[score.Row]:
@@ -152,12 +180,12 @@ def _run(race: Race, traces: Path) -> None:
     pilot = plan.rates[min(1, len(plan.rates) - 1)]
     about = {"adapters": first, "sites": "attention"}
     best = tune(race, load.poisson(attention, pilot, plan.seconds, 1), load="tuning", rate=pilot, **about)
-    base, one = System("base", "base", plan.cores), System("base, 1 thread", "base", 1)
-    for system in (base, one, System("ours", "ours", max(1, plan.cores - 1))):
-        race.start(system)
+    bases = [System("base", "base", plan.cores), System("base, 1 thread", "base", 1)][: 1 + plan.one_thread]
+    race.start([*bases, System("ours", "ours", max(1, plan.cores - 1))])
+    everyone = [*(one.name for one in bases), best, "ours"]
     ladder(race, ["base", best, "ours"], attention, plan.rates, about)
     closed = load.supply(attention, 256, 2)
-    race.run(["base", "base, 1 thread", best, "ours"], closed, plan.width, load="closed", rate=plan.width, **about)
+    race.run(everyone, closed, plan.width, load="closed", rate=plan.width, **about)
     for name, file in load.TRACES.items():
         if (traces / file).exists():
             calls = load.compressed(traces / file, attention, plan.trace_rate, plan.seconds, 3)
@@ -169,7 +197,9 @@ def _run(race: Race, traces: Path) -> None:
         ladder(race, [best, "ours"], named, plan.some_rates, about | {"adapters": count})
         calls = load.supply(named, 256, 2)
         race.run([best, "ours"], calls, plan.width, load="closed", rate=plan.width, **about | {"adapters": count})
-    of_all_sites(race, best)
+    if plan.all_sites:
+        of_all_sites(race, best, everyone)
+    race.stop(best)
     with_peft(race, attention, about)
 
 
@@ -186,27 +216,25 @@ def ladder(
             return
 
 
-def of_all_sites(race: Race, best: str) -> None:
+def of_all_sites(race: Race, best: str, everyone: Sequence[str]) -> None:
     """Adapters of all sites; vLLM's own LoRA in the best setting of the attention's."""
     old = race.running[best].system
     race.stop(best)
-    system = System(best, "own", old.threads, old.places, "all")
-    race.start(system)
+    race.start([System(best, "own", old.threads, old.places, "all")])
     named, about = load.names("all", race.plan.all_sites), {"adapters": race.plan.all_sites, "sites": "all"}
     ladder(race, [best, "ours"], named, race.plan.some_rates, about)
     calls, width = load.supply(named, 256, 2), race.plan.width
-    race.run(["base", "base, 1 thread", best, "ours"], calls, width, load="closed", rate=width, **about)
-    race.stop(best)
+    race.run(everyone, calls, width, load="closed", rate=width, **about)
 
 
 def with_peft(race: Race, adapters: list[str], about: Mapping[str, Any]) -> None:
     """Rows of PEFT, with those of ours again, so that they are of one moment."""
     plan = race.plan
-    race.start(System("PEFT", "peft", plan.cores))
+    race.start([System("PEFT", "peft", plan.cores)])
     calls = load.poisson(adapters, plan.peft_rate, plan.seconds, 10)
-    race.run(["PEFT", "ours"], calls, load="poisson, with PEFT", rate=plan.peft_rate, **about)
+    race.run(["PEFT", "ours"], calls, load="poisson, PEFT", rate=plan.peft_rate, **about)
     calls = load.supply(adapters, 256, 2)
-    race.run(["PEFT", "ours"], calls, plan.width, load="closed, with PEFT", rate=plan.width, **about)
+    race.run(["PEFT", "ours"], calls, plan.width, load="closed, PEFT", rate=plan.width, **about)
 
 
 def hardware(cores: int) -> str:
@@ -241,7 +269,7 @@ def main() -> None:
     out = given.out if given.out != Path() else None if given.short else results
     if out is not None:
         report.write(found, out)
-    harness.show(given, found, *report.tables(found), width=140)
+    harness.show(given, found, *report.tables(found), width=160)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def compressed(file: Path, adapters: Sequence[str], rate: float, seconds: float,
     ]
 
 
-def every(adapters: Sequence[str]) -> list[Call]:
+def every(adapters: Sequence[str | None]) -> list[Call]:
     """Make one short call of every adapter, so that an engine has read each before it is measured."""
     return [Call(0.0, name, [5, 6, 7], 2) for name in adapters]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,11 +17,13 @@ from bench.race.score import ENOUGH, TPOT_SECONDS, TTFT_SECONDS, Row, highest_ra
 
 PACKAGES = ("vllm", "torch", "transformers", "peft")
 COLUMNS = (
-    "load {load} | adapters {adapters} | sites {sites} | rate {rate:g} | system {system} | TTFT p50 {ttft_p50_s:.2f} | "
-    "p95 {ttft_p95_s:.2f} | p99 {ttft_p99_s:.2f} | TPOT p50 {tpot_p50_ms:.0f} | p95 {tpot_p95_ms:.0f} | "
-    "p99 {tpot_p99_ms:.0f} | within {within:.0%} | tokens/s {tokens_per_s:.0f} | equal {tokens} | notes {notes}"
+    "load {load} {rate:g} | adapters {adapters} {sites} | system {system} | "
+    "TTFT s, p50/p95/p99 {ttft_p50_s:.2f}/{ttft_p95_s:.2f}/{ttft_p99_s:.2f} | "
+    "TPOT ms, p50/p95/p99 {tpot_p50_ms:.0f}/{tpot_p95_ms:.0f}/{tpot_p99_ms:.0f} | "
+    "within SLO {within:.0%} | tokens/s {tokens_per_s:.0f} | equal {tokens} | notes {notes}"
 )
-HEADER = "| load | vLLM's LoRA | ours | |\n|---|---|---|---|"
+Pair = tuple[Row, Row]
+HEADER = "| requests | adapters | vLLM's own LoRA | ours | |\n|---|---|---|---|---|"
 
 
 def line(row: Row) -> str:
@@ -34,27 +37,31 @@ def line(row: Row) -> str:
 
 def tables(found: Mapping[str, Any]) -> list[Table | str]:
     """Build the table of all rows, and the README's."""
-    title = f"SLO: TTFT {TTFT_SECONDS:g} s, TPOT {TPOT_SECONDS * 1e3:g} ms. {found['hardware']}. TTFT in s, TPOT in ms"
+    title = f"SLO: TTFT {TTFT_SECONDS:g} s, TPOT {TPOT_SECONDS * 1e3:g} ms. {found['hardware']}"
     return [harness.table(title, map(_readable, found["rows"]), COLUMNS), readme(found)]
 
 
 def readme(found: Mapping[str, Any]) -> str:
-    """Build the README's table, at most eight rows, the worst ratio of each kind of load first."""
+    """Build the README's table: the loads with the worst ratios first, then the best, and closed loops."""
     pairs = [pair for pair in map(_pair, _loads(found["rows"])) if pair]
     opened = sorted((one for one in pairs if one[0]["load"] != "closed"), key=_gain)
     closed = sorted((one for one in pairs if one[0]["load"] == "closed"), key=_speed)
-    chosen = [*opened[:3], *opened[-1:], *closed[:2]]
-    lines = [HEADER]
-    for theirs, ours in dict.fromkeys(map(_key, chosen)) and {_key(one): one for one in chosen}.values():
-        load = f"{theirs['load']} {theirs['rate']:g}{'' if theirs['load'] == 'closed' else '/s'}"
-        load += f", {theirs['adapters']} adapters, {theirs['sites']}"
-        if theirs["load"] == "closed":
-            cells = [f"{one['tokens_per_s']:.0f} tokens/s" for one in (theirs, ours)]
-            lines.append(f"| {load} | {cells[0]} | {cells[1]} | {_speed((theirs, ours)):.2f}x tokens/s |")
-        else:
-            cells = [f"{one['ttft_p95_s']:.2f} s, {one['within']:.0%}" for one in (theirs, ours)]
-            lines.append(f"| {load} | {cells[0]} | {cells[1]} | {_gain((theirs, ours)):.1f}x lower TTFT p95 |")
-    return "\n".join([*lines, *_rates(found["rows"]), *_of_base(found["rows"])])
+    chosen = {id(one[0]): one for one in (*opened[:3], *opened[-2:], *closed[:2])}
+    return "\n".join([HEADER, *map(_readme_row, chosen.values()), *_rates(found["rows"]), *_of_base(found["rows"])])
+
+
+def _readme_row(pair: Pair) -> str:
+    theirs, _ = pair
+    adapters = f"{theirs['adapters']}, {theirs['sites']} sites"
+    if theirs["load"] == "closed":
+        speeds = " | ".join(f"{one['tokens_per_s']:.0f} tokens/s" for one in pair)
+        return f"| {theirs['rate']:g} in flight | {adapters} | {speeds} | {_speed(pair):.2f}x the tokens/s |"
+    cells = " | ".join(
+        f"TTFT {one['ttft_p50_s']:.2f}/{one['ttft_p95_s']:.2f} s, TPOT {one['tpot_p50_s'] * 1e3:.0f} ms, "
+        f"{one['within']:.0%}"
+        for one in pair
+    )
+    return f"| {theirs['load']}, {theirs['rate']:g}/s | {adapters} | {cells} | {_gain(pair):.1f}x lower TTFT p95 |"
 
 
 def write(found: Mapping[str, Any], out: Path) -> None:
@@ -82,9 +89,11 @@ counted: `bench/race/__main__.py`. SLO: TTFT {TTFT_SECONDS:g} s and TPOT {TPOT_S
 
 {readme(found)}
 
+TTFT p50/p95, TPOT p50, requests within the SLO.
+
 ## All rows
 
-TTFT in seconds, TPOT in ms. `equal`: calls whose tokens are those of ours, of those that both answered.
+`equal`: calls whose tokens are those of ours, of those that both answered.
 
 {head}
 {rows}
@@ -112,9 +121,6 @@ def _loads(rows: Iterable[Row]) -> list[list[Row]]:
     return list(by_load.values())
 
 
-Pair = tuple[Row, Row]
-
-
 def _pair(rows: list[Row]) -> Pair | None:
     """Return (vLLM's LoRA, ours) of a load that has both."""
     theirs = [row for row in rows if row["system"].startswith("vLLM's")]
@@ -123,11 +129,15 @@ def _pair(rows: list[Row]) -> Pair | None:
 
 
 def _gain(pair: Pair) -> float:
-    return float(pair[0]["ttft_p95_s"] / pair[1]["ttft_p95_s"])
+    return _ratio(pair[0]["ttft_p95_s"], pair[1]["ttft_p95_s"])
 
 
 def _speed(pair: Pair) -> float:
-    return float(pair[1]["tokens_per_s"] / pair[0]["tokens_per_s"])
+    return _ratio(pair[1]["tokens_per_s"], pair[0]["tokens_per_s"])
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else math.inf
 
 
 def _rates(rows: Iterable[Row]) -> list[str]:
@@ -153,7 +163,10 @@ def _of_base(rows: Iterable[Row]) -> list[str]:
     lines = []
     for load in _loads(row for row in rows if row["load"] == "closed"):
         by_system = {row["system"]: row["tokens_per_s"] for row in load}
-        if "base" in by_system and by_system["base"]:
-            shares = [f"{by_system['ours'] / by_system[name]:.2f} of {name}" for name in by_system if "base" in name]
-            lines.append(f"Closed loop, {load[0]['adapters']} adapters, {load[0]['sites']}: ours is {', '.join(shares)}.")
+        if "base" in by_system:
+            over = {name: _ratio(by_system["ours"], speed) for name, speed in by_system.items() if "base" in name}
+            shares = [f"{ratio:.2f} of {name}" for name, ratio in over.items()]
+            lines.append(
+                f"Closed loop, {load[0]['adapters']} adapters, {load[0]['sites']}: ours is {', '.join(shares)}."
+            )
     return lines

@@ -17,8 +17,8 @@ Row = dict[str, Any]
 def row(job: Job, seen: Sequence[Seen]) -> Row:
     """Score a job.
 
-    Open loop: a call without a token counts with the time until the end, and as outside the SLO. Closed loop: only calls
-    that are complete have times, since the end cuts others off.
+    Open loop: a call without a token counts with the time until the end, and as outside the SLO. Closed loop: only
+    complete calls have times, since the end cuts others off.
     """
     by_call = [one for one in seen if _is_complete(job, one)] if job.width else _all(job, seen)
     first = [(one.times[0] if one.times else job.seconds) - one.due for one in by_call]

@@ -84,7 +84,10 @@ class Contestant:
 
 @contextlib.contextmanager
 def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Contestant]:
-    """Start a system for these adapters of work/adapters, with one server thread where it is ours."""
+    """Start a system for these adapters of work/adapters; its first answer means that it is ready.
+
+    Ours has a server of one shard with one thread.
+    """
     with contextlib.ExitStack() as stack:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(system.threads)}
         if system.kind == "ours":
@@ -92,12 +95,10 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
             flags += ["--layout", "ep1-pp1", "--dtype", "float32", "--device-pool", POOL]
             server = stack.enter_context(running_server(work / f"{system.name}-server.log", flags))
             environment["LORA_SERVER_ADDRESS"] = server.address
-        start = _start(system, work, adapters)
         module = "peft_child" if system.kind == "peft" else "vllm_child"
         contestant = _spawn(system, module, environment, work / f"{system.name}.log")
         stack.callback(contestant.stop)
-        contestant.say(msgspec.json.encode(start))
-        contestant.answer(START_SECONDS)
+        contestant.say(msgspec.json.encode(_start(system, work, adapters)))
         yield contestant
 
 
