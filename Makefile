@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race
+.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -23,6 +23,7 @@ help:
 		'make lint docs    what CI checks besides' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
+		"make paper        the paper's figures and tables, simulated: docs/paper.md" \
 		'make chaos mutants stress   faults, sabotages, and tests in random order under load: long' \
 		'make clean        delete the environments; each of the others makes those that it needs'
 
@@ -144,6 +145,10 @@ gpu-build: $(VENV_BUILD)/ready
 race: $(VENV)/ready $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.race $(ARGS)
 	$(if $(findstring --short,$(ARGS)),,$(BIN)/python -m bench.race.plot)
+
+# every figure and table of the paper, simulated, and docs/paper.md; figure 11, half an hour: ARGS="--figures 11"
+paper: $(VENV)/ready
+	$(BIN)/python -m bench.paper_figures $(ARGS)
 
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)

@@ -1,8 +1,10 @@
-"""Figures 5, 11, 12, 13 and 15 of the paper, rerun in simulation: one CSV and one PNG each.
+"""The paper's figures and tables, rerun in simulation: a CSV and a PNG each, and the page docs/paper.md.
 
-    python bench/paper_figures.py [--out docs/img] [--figures 5,11,12,13,15]
+    make paper                              all but Figure 11, which takes half an hour: its committed CSV is used
+    make paper ARGS="--figures 11"
 
-Prints every assumption first (`provision_setups.ASSUMPTIONS`, fixed before the first run).
+Prints every assumption first (`provision_setups.ASSUMPTIONS`, fixed before the first run). Figures 5, 11, 12, 13 and 15
+are here, the others in `paper_more`.
 """
 
 from __future__ import annotations
@@ -10,16 +12,14 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from provision_setups import ASSUMPTIONS, TABLE_3, Setup, measure, serviceable_rate, tuned
-
+from bench import paper_more, paper_page
+from bench.provision_plots import draw
+from bench.provision_setups import ASSUMPTIONS, TABLE_3, Setup, measure, serviceable_rate, tuned
 from lora_server.placement import Layout
 from provisioning.model.latency import Eq6
 
@@ -126,7 +126,10 @@ FIGURES: dict[str, Callable[[], Rows]] = {
     "12": figure_12,
     "13": figure_13,
     "15": figure_15,
+    **paper_more.FIGURES,
 }
+LONG = ("11",)
+WITHOUT_PLOT = ("1a", "table1", "table4")
 
 
 def ratios(rows: Rows) -> list[str]:
@@ -159,24 +162,26 @@ def _within(rows: Rows, model: str, case: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
-    parser.add_argument("--figures", default=",".join(FIGURES))
+    parser.add_argument("--figures", default=",".join(name for name in FIGURES if name not in LONG))
+    parser.add_argument("--page", type=Path, default=Path("docs/paper.md"))
     arguments = parser.parse_args()
     print(ASSUMPTIONS, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    from provision_plots import draw
-
     for name in arguments.figures.split(","):
         start = time.time()
         rows = FIGURES[name]()
-        file = arguments.out / f"paper_fig{name}.csv"
+        file = paper_page.csv_of(name, arguments.out)
         with file.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        draw(name, rows, arguments.out / f"paper_fig{name}.png")
+        if name not in WITHOUT_PLOT:
+            draw(name, rows, file.with_suffix(".png"))
         print(f"figure {name}: {file} ({time.time() - start:.0f} s)", flush=True)
         if name == "11":
             print("\n".join(ratios(rows)), flush=True)
+    arguments.page.write_text(paper_page.page(arguments.out))
+    print(f"page: {arguments.page}")
 
 
 if __name__ == "__main__":

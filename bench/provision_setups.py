@@ -76,6 +76,8 @@ class Setup:
     slots: int | None = None
     eq6: Eq6 = "stage"
     any_instance: bool = False
+    gpus: int = 0  # of an instance; 0: Table 3's
+    cluster: Cluster = CLUSTER
     workload: Workload = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,23 +94,23 @@ class Setup:
 
     @property
     def instance_gpus(self) -> int:
-        return TABLE_3[self.model][1]
+        return self.gpus or TABLE_3[self.model][1]
 
     def cache_slots(self) -> int:
         if self.slots is not None:
             return self.slots
         if self.layout is not None:
-            return memory.cache_slots(self.spec, self.layout, CLUSTER, self.rank)
+            return memory.cache_slots(self.spec, self.layout, self.cluster, self.rank)
         return memory.adapters_in(self.lora_share * self.free_bytes, self.spec, self.rank)
 
     @property
     def free_bytes(self) -> float:
-        return memory.instance_free_bytes(self.spec, CLUSTER, self.instance_gpus)
+        return memory.instance_free_bytes(self.spec, self.cluster, self.instance_gpus)
 
     def system(self) -> System:
         model = StepModel(
             spec=self.spec,
-            cluster=CLUSTER,
+            cluster=self.cluster,
             popularity=self.workload.popularity,
             lora_rank=self.rank,
             instance_gpus=self.instance_gpus,
@@ -119,7 +121,7 @@ class Setup:
         kv_batch = memory.requests_in(kv_share * self.free_bytes, self.spec, CONTEXT)
         most = min(kv_batch, 2048)
         grid = np.unique(np.geomspace(1, max(most, 2), 48).astype(int))
-        steps = np.interp(np.arange(most + 1), grid, [self._step_s(model, int(batch)) for batch in grid])
+        steps = np.interp(np.arange(most + 1), grid, [self.step_s(model, int(batch)) for batch in grid])
         max_batch = max(int(np.searchsorted(steps, TPOT_S, side="right")) - 1, 1)
         return System(
             instance_of=None if self.any_instance else assign_greedily(self.workload.popularity, self.instances),
@@ -128,20 +130,20 @@ class Setup:
             cache_slots=min(self.cache_slots(), self.adapters),
             shared=self.layout is not None,
             max_batch=max_batch,
-            load_s=self._load_s(model),
+            load_s=self.load_s(model),
             order="sjf" if self.order == "sjf" else "fcfs",
         )
 
-    def _step_s(self, model: StepModel, batch: int) -> float:
+    def step_s(self, model: StepModel, batch: int) -> float:
         if self.layout is None:
             return model.coupled_step_us(batch) * 1e-6
         return model.step_us(batch, self.layout, self.instances, self.eq6) * 1e-6
 
-    def _load_s(self, model: StepModel) -> float:
+    def load_s(self, model: StepModel) -> float:
         whole = self.spec.adapter_bytes(self.rank)
         if self.layout is None:
-            return whole / (self.instance_gpus * CLUSTER.host_bytes_per_us) * 1e-6
-        rate = CLUSTER.host_bytes_per_us
+            return whole / (self.instance_gpus * self.cluster.host_bytes_per_us) * 1e-6
+        rate = self.cluster.host_bytes_per_us
         first_us = whole / self.spec.layers / (self.layout.ep * rate)
         shard_us = memory.fullest_shard_bytes(self.spec, self.layout, self.rank) / rate
         return max(first_us, shard_us - model.step_us(1, self.layout)) * 1e-6

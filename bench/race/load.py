@@ -20,7 +20,6 @@ ZIPF = 1.0
 TRACES = {
     "azure conv": "AzureLLMInferenceTrace_conv_2023.csv",
     "azure code": "AzureLLMInferenceTrace_code_2023.csv",
-    "mooncake": "mooncake_conversation_trace.jsonl",
 }
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bench import memory_soak
+from bench import memory_soak, paper_figures, provision_setups
 from lora_server.demo import children
 from tests.support.sources import ROOT
 
@@ -27,7 +27,7 @@ BENCHES = {
     "cold_neighbour": ["--rounds", "1", "--remote-rounds", "0", "--json"],
     "turns": ["--rounds", "3", "--json"],
 }
-NOT_HERE = {"alora", "paper_figures"}  # it needs vLLM; a script
+NOT_HERE = {"alora"}  # it needs vLLM
 
 
 @pytest.mark.timeout(900)
@@ -50,11 +50,9 @@ def test_every_bench_can_be_imported():
 
 
 @pytest.mark.long
-def test_the_paper_set_ups_meet_their_slos(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))  # they are scripts
-    setups, figures = (importlib.import_module(name) for name in ("provision_setups", "paper_figures"))
-    for name, setup in figures.systems("dbrx").items():
-        found = setups.measure(setup, 4.0, seeds=1)
+def test_the_paper_set_ups_meet_their_slos():
+    for name, setup in paper_figures.systems("dbrx").items():
+        found = provision_setups.measure(setup, 4.0, seeds=1)
         assert found.meets, name
         assert found.tokens_per_s == pytest.approx(4 * 211, rel=0.2)
 

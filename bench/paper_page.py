@@ -1,0 +1,271 @@
+"""docs/paper.md, from the CSVs of `paper_figures`: each figure, and what the paper's text says beside what we find."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+Rows = list[dict[str, str]]
+HEAD = """# The paper's evaluation, rerun
+
+The method of this project is InfiniLoRA's (arXiv 2604.07173). `make paper` makes every figure and table on this page,
+and the page: in simulation, from the latency model that [Plan GPUs](provisioning.md) describes, with assumptions that
+were written before the first run (`bench/provision_setups.py`, `bench/paper_more.py`). Nothing was measured on a GPU.
+Figure 11 takes half an hour: `make paper ARGS="--figures 11"`.
+
+"The paper" is what its text and tables say; of its plots no values are known. Stars in a plot are the paper's values.
+Rows where we find something else than the paper come first.
+"""
+TAIL = """
+## Not simulated
+
+- Figures 2 to 4 and 7 to 10 are diagrams, Table 2 is notation and Table 3 the set-ups' input.
+- Figure 19 compares kernels on a GPU: `make gpu` runs ours beside vLLM's, SGLang's and Punica's
+  ([the GPU run](gpu-run.md)); no GPU's figures are in this repository yet.
+- Push beside pull was measured on CPUs alone: 1.04x to 2.43x over TCP, where the paper has 2.63x at 4 MB between GPUs
+  ([figures](../bench/results/pull-cpu-2026-11.md)).
+- Engines beside each other, measured on CPUs: `make race` ([Is it for you?](decide.md#measured)).
+"""
+
+
+class Claim(NamedTuple):
+    """A sentence of the paper: what it says, what we find in the rows, and whether that is so or within a quarter."""
+
+    figure: str
+    what: str
+    paper: str
+    find: Callable[[Rows], str]
+    agrees: Callable[[Rows], bool]
+
+
+class Picture(NamedTuple):
+    """A section of the page."""
+
+    figure: str
+    title: str
+    text: str
+
+
+def _of(rows: Rows, key: str, **where: str) -> float:
+    """Return a number of the only row that `where` fits."""
+    (row,) = [row for row in rows if all(row[name] == value for name, value in where.items())]
+    return float(row[key])
+
+
+def _most(rows: Rows, key: str, case: str) -> float:
+    return max(float(row[key]) for row in rows if row["case"] == case)
+
+
+def _change(rows: Rows, key: str, before: dict[str, str], after: dict[str, str]) -> float:
+    return _of(rows, key, **after) / _of(rows, key, **before) - 1
+
+
+def _at_rate(rows: Rows, rate: str, before: str, after: str) -> float:
+    """Return the change of TPOT between two cases at a rate."""
+    return _change(rows, "tpot_ms", {"case": before, "rate": rate}, {"case": after, "rate": rate})
+
+
+def _up(rows: Rows) -> float:
+    return _at_rate(rows, "96.0", "8 x 2 GPUs", "2 x 8 GPUs")
+
+
+def _layouts(rows: Rows) -> float:
+    return _at_rate(rows, "100.0", "ep2-pp4", "ep4-pp2")
+
+
+def _scarce(rows: Rows) -> float:
+    return _of(rows, "ttft_p95_s", case="10%")
+
+
+def _ttft(rows: Rows, case: str) -> float:
+    return _of(rows, "ttft_p95_s", case=case)
+
+
+def _faster(rows: Rows) -> float:
+    return _ttft(rows, "+disagg") / _ttft(rows, "+kernel")
+
+
+def _shorter(rows: Rows) -> float:
+    return _change(rows, "tpot_ms", {"case": "+disagg"}, {"case": "+kernel"})
+
+
+def _fig12(rows: Rows) -> float:
+    return _change(rows, "tpot_ms", {"instances": "1", "case": LAYOUT_12}, {"instances": "6", "case": LAYOUT_12})
+
+
+def _nvlink(rows: Rows) -> list[float]:
+    cases = [({"case": "InfiniBand", "instances": n}, {"case": "NVLink", "instances": n}) for n in "123"]
+    return [_change(rows, "tpot_ms", before, after) for before, after in cases]
+
+
+def _gains(rows: Rows, rival: str) -> float:
+    """Return the mean over models of the LoRA Server's serviceable rate over a rival's."""
+    rates = {(row["model"], row["case"]): float(row["serviceable_rate"]) for row in rows}
+    models = list(dict.fromkeys(model for model, _ in rates))
+    return sum(rates[model, "LoRA Server"] / rates[model, rival] for model in models) / len(models)
+
+
+def _table4_off(rows: Rows) -> float:
+    return max(abs(float(row["us"]) / float(row["paper_us"]) - 1) for row in rows)
+
+
+LAYOUT_12 = "ep4-pp1, per stage"
+SIX, FOUR = "6 instances", "ep4-pp1 (113)"
+CLAIMS = (
+    Claim(
+        "5",
+        "TTFT p95 at a cache ratio of 10 %",
+        "hundreds of seconds",
+        lambda rows: f"{_scarce(rows):.0f} s",
+        lambda rows: _scarce(rows) > 100,
+    ),
+    Claim(
+        "1b",
+        "TPOT of 2 x 8 GPUs against 8 x 2 at 96 requests/s",
+        "significantly higher",
+        lambda rows: f"{_up(rows):+.0%}",
+        lambda rows: _up(rows) > 0.1,
+    ),
+    Claim(
+        "11",
+        "serviceable rate over S-LoRA as the paper splits memory, mean of five models",
+        "3.05x",
+        lambda rows: f"{_gains(rows, 'S-LoRA'):.2f}x; {_gains(rows, 'S-LoRA, tuned'):.2f}x over a tuned S-LoRA",
+        lambda rows: math.isclose(_gains(rows, "S-LoRA"), 3.05, rel_tol=0.25),
+    ),
+    Claim(
+        "12",
+        "TPOT from one instance to six",
+        "+10.5 %",
+        lambda rows: f"{_fig12(rows):+.0%} with ep4-pp1",
+        lambda rows: _fig12(rows) < 0.25,
+    ),
+    Claim(
+        "12b",
+        "active adapters of six instances, at most",
+        "the cache's capacity",
+        lambda rows: f"{_most(rows, 'active', SIX):.0f} of 208",
+        lambda rows: _most(rows, "active", SIX) >= 200,
+    ),
+    Claim(
+        "13b",
+        "active adapters of four GPUs, at most",
+        "the cache's capacity",
+        lambda rows: f"{_most(rows, 'active', FOUR):.0f} of 113",
+        lambda rows: _most(rows, "active", FOUR) >= 110,
+    ),
+    Claim(
+        "14",
+        "TTFT p95, S-LoRA to +disagg",
+        "0.78 s to 0.99 s",
+        lambda rows: f"{_ttft(rows, 'S-LoRA'):.3f} s to {_ttft(rows, '+disagg'):.3f} s",
+        lambda rows: math.isclose(_ttft(rows, "S-LoRA"), 0.78, rel_tol=0.25),
+    ),
+    Claim(
+        "14",
+        "TTFT p95, +disagg to all optimisations",
+        "11x lower",
+        lambda rows: f"{_faster(rows):.1f}x lower",
+        lambda rows: math.isclose(_faster(rows), 11, rel_tol=0.25),
+    ),
+    Claim(
+        "14",
+        "TPOT, +disagg to all optimisations",
+        "-30 %",
+        lambda rows: f"{_shorter(rows):+.0%}",
+        lambda rows: math.isclose(_shorter(rows), -0.3, rel_tol=0.25),
+    ),
+    Claim(
+        "17",
+        "TPOT with NVLink, one to three instances",
+        "-14.6 % on average",
+        lambda rows: ", ".join(f"{one:+.1%}" for one in _nvlink(rows)),
+        lambda rows: math.isclose(sum(_nvlink(rows)) / 3, -0.146, rel_tol=0.25),
+    ),
+    Claim(
+        "18",
+        "TPOT of ep4-pp2 against ep2-pp4 at 100 requests/s",
+        "lower",
+        lambda rows: f"{_layouts(rows):+.1%}",
+        lambda rows: _layouts(rows) < 0,
+    ),
+    Claim(
+        "table4",
+        "all 32 cells, in us",
+        "measured",
+        lambda rows: f"within {_table4_off(rows):.0%}; fitted to batch 128",
+        lambda rows: _table4_off(rows) < 0.25,
+    ),
+)
+PICTURES = (
+    Picture("1a", "Figure 1a: what an instance's memory holds", "GB. Half of what the weights leave is for adapters."),
+    Picture(
+        "1b",
+        "Figure 1b: scale out, scale up",
+        """We find the opposite of the paper: our model of an engine has no collectives between its own GPUs, whose
+cost is what makes scaling up slow there.""",
+    ),
+    Picture("5", "Figure 5: cache ratio", "S-LoRA, 256 adapters, four instances."),
+    Picture("6", "Figure 6: batch over time", "The same set-ups."),
+    Picture(
+        "11", "Figure 11: five models", "What it says is in [Plan GPUs](provisioning.md#the-papers-figures-rerun)."
+    ),
+    Picture("12", "Figure 12a: instances", "At our steps fewer requests are in flight than at the paper's."),
+    Picture("12b", "Figure 12b: active adapters", "The cache of 208 does not run out, for that reason."),
+    Picture("13", "Figure 13a: layouts", "Qwen3, 35 requests/s."),
+    Picture("13b", "Figure 13b: active adapters", "In brackets the slots."),
+    Picture(
+        "14",
+        "Figure 14: ablation",
+        """As in the paper, +disagg alone is slower than S-LoRA. At 25 requests/s our caches hardly run out, so TTFT has
+less to gain, and the base GEMM hides what +kernel adds.""",
+    ),
+    Picture("15", "Figure 15: popularity and number of adapters", "70 requests/s."),
+    Picture("16", "Figure 16: terms over the batch", "A stage of four GPUs. Stars: Table 4, ep4-pp2."),
+    Picture("17", "Figure 17: NVLink, InfiniBand", "With more than one instance our base GEMM hides both."),
+    Picture("18", "Figure 18: two layouts, equal slots", "They differ where a stage is busy."),
+    Picture("table1", "Table 1: ways to spread adapters", "Mixtral, batch 128, two client GPUs, eight of the server."),
+    Picture("table4", "Table 4: microseconds of a layer", "The paper's, and the model's."),
+)
+
+
+def csv_of(name: str, folder: Path) -> Path:
+    """Return the file of a figure or a table."""
+    return folder / (f"paper_{name}.csv" if name.startswith("table") else f"paper_fig{name}.csv")
+
+
+def page(folder: Path) -> str:
+    """Build the page from the CSVs in a folder."""
+    rows = {one.figure: _read(csv_of(one.figure, folder)) for one in PICTURES}
+    claims = sorted(CLAIMS, key=lambda one: one.agrees(rows[one.figure]))
+    lines = ["| | | the paper | simulated | within a quarter |", "|---|---|---|---|---|"]
+    for one in claims:
+        verdict = "yes" if one.agrees(rows[one.figure]) else "**no**"
+        lines.append(f"| {_short(one.figure)} | {one.what} | {one.paper} | {one.find(rows[one.figure])} | {verdict} |")
+    parts = [HEAD, "\n".join(lines), *(_section(one, rows[one.figure], folder) for one in PICTURES), TAIL.strip()]
+    return "\n".join([parts[0], "\n\n".join(parts[1:])]) + "\n"
+
+
+def _short(figure: str) -> str:
+    return f"Table {figure.removeprefix('table')}" if figure.startswith("table") else f"Fig. {figure}"
+
+
+def _section(one: Picture, rows: Rows, folder: Path) -> str:
+    file = csv_of(one.figure, folder)
+    link = f"[{file.name}](img/{file.name})"
+    shown = f"![{_short(one.figure)}](img/{file.stem}.png)" if file.with_suffix(".png").exists() else _table(rows)
+    return f"## {one.title}\n\n{one.text} {link}\n\n{shown}"
+
+
+def _table(rows: Rows) -> str:
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def _read(file: Path) -> Rows:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
