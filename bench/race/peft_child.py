@@ -1,7 +1,7 @@
 """transformers and PEFT under load, in the protocol of `vllm_child`: mixed batches by `adapter_names`.
 
 generate() takes no request while it runs, so a batch is all requests that are due, up to `batch`, and lasts as long as
-its longest answer.
+its longest answer. Until then requests wait in this process: they were sent when they were due.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def generate(model: Any, batch: list[tuple[int, Call, float]], clock: Clock) -> 
     from transformers import LogitsProcessorList
 
     ids, mask = pad([Sequence(call.prompt, call.adapter) for _, call, _ in batch], 0)
-    most, sent = max(call.new_tokens for _, call, _ in batch), clock.now()
+    most = max(call.new_tokens for _, call, _ in batch)
     clock.times.clear()
     names = [call.adapter or BASE for _, call, _ in batch]
     how = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": False, "pad_token_id": 0}
@@ -51,7 +51,7 @@ def generate(model: Any, batch: list[tuple[int, Call, float]], clock: Clock) -> 
     )
     made = out[:, ids.shape[1] :].tolist()
     return [
-        Seen(number, due, sent, clock.times[: call.new_tokens], tokens[: call.new_tokens])
+        Seen(number, due, due, clock.times[: call.new_tokens], tokens[: call.new_tokens])
         for (number, call, due), tokens in zip(batch, made, strict=True)
     ]
 

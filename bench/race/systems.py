@@ -22,7 +22,7 @@ from lora_server.errors import LoraServerError
 START_SECONDS, GRACE_SECONDS = 600.0, 600.0  # GRACE: beyond a job's own seconds
 BATCH = 32
 RANKS = (8, 16, 32, 64)
-POOL = "6GiB"  # room for all adapters, of which vLLM's own LoRA keeps all in host memory
+POOL = "4GiB"  # room for all adapters, of which vLLM's own LoRA keeps all in host memory
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
