@@ -1,0 +1,74 @@
+"""Shards of `bench.control_scale` without weights: `python -m bench.control_fakes JOB`.
+
+Each has a stream of its own to the controller, as a shard's process has, reports its counters as often, and says of
+every adapter that it is told to load that all its layers are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from bench.control_scale import TOKEN
+from lora_server import spec
+from lora_server.config import ServeConfig
+from lora_server.control.members.agreement import Agreement
+from lora_server.daemon.stream import ControllerStream, Done
+from lora_server.placement import Layout, Placement
+from lora_server.timings import DEFAULTS
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.credentials import Credentials
+
+BYTES, POOL = 1 << 12, 1 << 40
+
+
+class FakeShard:
+    """One shard's stream."""
+
+    def __init__(self, address: str, shard: int, placement: Placement, agreement: str) -> None:
+        self._shard, self._agreement = shard, agreement
+        self._layers = len(placement.layers(shard))
+        self.stream = ControllerStream(
+            address, Credentials(node_secret=TOKEN), self._registration, self._execute, lambda handle: self._layers
+        )
+
+    def _registration(self) -> pb.Registration:
+        return pb.Registration(
+            shard=self._shard,
+            node=self._shard,
+            pid=os.getpid(),
+            agreement=self._agreement,
+            endpoint=pb.Endpoint(),
+            pool_bytes=POOL,
+        )
+
+    def _execute(self, command: pb.ShardCommand, done: Done) -> None:
+        if command.HasField("load"):
+            moved = pb.Residency(handle=command.load.handle, layers=self._layers, bytes=BYTES, measured=True)
+            self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=[moved])))
+        done(None)
+
+    def beat(self) -> None:
+        """Report counters."""
+        self.stream.report(pb.ShardReport(stats=pb.ShardStats(device="none", free_bytes=POOL, total_bytes=POOL)))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    job = json.loads(sys.argv[1])
+    model, layout = spec.load(Path(job["base"])), Layout.parse(job["layout"])
+    config = ServeConfig(base_model=job["base"], layout=job["layout"])
+    agreement, placement, never = Agreement.of(config, model).digest(), Placement(model, layout), threading.Event()
+    shards = [FakeShard(job["address"], shard, placement, agreement) for shard in job["shards"]]
+    for one in shards:
+        threading.Thread(target=one.stream.run, args=(never,), daemon=True).start()
+    while not never.wait(DEFAULTS.shard_report):
+        for one in shards:
+            one.beat()
+
+
+if __name__ == "__main__":
+    main()
