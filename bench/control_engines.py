@@ -1,7 +1,7 @@
 """Engines of `bench.control_scale`, many in a process: `python -m bench.control_engines JOB`.
 
-Each has a lease of its own with its heartbeats. On a line of stdin each acquires and releases an adapter now and then
-for the job's seconds, and the milliseconds of all acquires are printed.
+Each has a lease of its own with its heartbeats. On a line of stdin each holds and releases an adapter now and then, as
+serving engines do (Hold), for the job's seconds, and the milliseconds until each hold are printed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import time
 
 from client_connector.remote import RemoteServer, RemoteSession
 
-PAUSE_SECONDS = 1.0  # between two requests of an engine
+PAUSE_SECONDS = 1.0  # between two requests of an engine, on average
+PATIENCE = 600.0
 
 
 def work(session: RemoteSession, adapters: int, seconds: float, seed: int, waited: list[float]) -> None:
-    """Acquire and release in turn."""
+    """Hold and release in turn."""
     dice, until = random.Random(seed), time.monotonic() + seconds
     weights = [1.0 / rank for rank in range(1, adapters + 1)]
     names = [f"a{number:06}" for number in dice.choices(range(adapters), weights, k=64)]
     time.sleep(dice.uniform(0, PAUSE_SECONDS))
     while (began := time.monotonic()) < until:
-        held = session.acquire([names[len(waited) % len(names)]], until + 60)
+        held = session.ask_soon(session.ticket(), [names[len(waited) % len(names)]]).result(PATIENCE)
+        assert isinstance(held, list), "the pools have room for all adapters"
         waited.append(1e3 * (time.monotonic() - began))
-        session.release([one.handle for one in held])
+        session.release([one.handle for one in held], waits=False)
         time.sleep(dice.uniform(0, 2 * PAUSE_SECONDS))
 
 
 def main() -> None:
     """Entry point of the process."""
     job = json.loads(sys.argv[1])
-    sessions = [RemoteServer(job["address"], links=False).join(600.0) for _ in range(job["engines"])]
+    sessions = [RemoteServer(job["address"], links=False).join(PATIENCE) for _ in range(job["engines"])]
     print("joined", flush=True)
     sys.stdin.readline()
     waited: list[float] = []
