@@ -87,6 +87,7 @@ class Batch:
     weights_R: torch.Tensor | None = None
     _parts: dict[tuple[Held, ...], Batch | None] = field(default_factory=dict, compare=False)
     _tables: dict[tuple[torch.device, int], Tables] = field(default_factory=dict, compare=False)
+    _dense: dict[tuple[int, int, torch.device | None], list[Message]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, runs: Sequence[Run], decode: bool, keep_T: torch.Tensor | None = None) -> Batch | None:
@@ -160,8 +161,17 @@ class Batch:
 
 
 def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor | None = None) -> list[Message]:
-    """Route a site with one weight for every row: a row's pair is the row. rows_R: the batch's, on a device."""
-    rows_R = batch.rows_R if rows_R is None else rows_R
+    """Route a site with one weight for every row: a row's pair is the row. rows_R: the batch's, on a device.
+
+    The sites of a pass that have one owner share their messages.
+    """
+    key = (shard, max_entries, None if rows_R is None else rows_R.device)
+    if key not in batch._dense:
+        batch._dense[key] = _route_dense(batch, shard, max_entries, batch.rows_R if rows_R is None else rows_R)
+    return batch._dense[key]
+
+
+def _route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor) -> list[Message]:
     messages = []
     for first in range(0, len(rows_R), max_entries):
         rows = rows_R[first : first + max_entries]

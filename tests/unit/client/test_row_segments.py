@@ -181,6 +181,13 @@ def test_a_row_is_sent_once_for_all_its_segments():
         assert len(message.map_N) == len(message.pair_N) == 2 * ROWS
 
 
+def test_dense_sites_with_one_owner_share_their_messages():
+    batch = Batch.of([Run.of(HELD[0], 0, ROWS)], decode=True)
+    first = route_dense(batch, 0, ROWS)
+    assert route_dense(batch, 0, ROWS) is first
+    assert [one.shard for one in route_dense(batch, 1, ROWS)] == [1] and len(route_dense(batch, 0, ROWS - 1)) == 2
+
+
 def test_rows_of_one_adapter_carry_no_maps_and_no_weights():
     (message,) = route_dense(Batch.of([Run(((HELD[0], 1.0),), 0, ROWS)], decode=True), 0, ROWS)
     assert message.map_N is message.pair_N is message.weights_N is None and message.pairs_P is message.rows_M
