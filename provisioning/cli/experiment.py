@@ -73,7 +73,7 @@ def _prepare(experiment: SimulateFlags) -> tuple[Workload, System, float]:
             raise InputError(f"{flag}: got {value!r}, expected {' or '.join(known)}")
     step_s = positive(experiment.step_ms, "--step-ms", MOST_MS) * 1e-3
     instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
-    apart = experiment.mode == "coupled" or experiment.dispatch == "by-adapter"
+    apart = experiment.dispatch == "by-adapter"
     system = System(
         instance_of=assign_greedily(found.in_flight, instances) if apart else None,
         instances=instances,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from provisioning.iar.models import offered_curve
 from provisioning.plan.candidates import Candidate
-from provisioning.plan.judge import admitted
+from provisioning.plan.judge import first_run
 from provisioning.plan.verify import disaggregated
 
 SPREAD = 0.2
@@ -18,7 +18,8 @@ SPREAD = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """The shares admitted at once: `low` with longer steps and outputs, `high` with shorter ones.
+    """The shares: `low` with longer steps and outputs, `high` with shorter ones. Of requests within the TTFT SLO where
+    `simulated`, else of those that the model admits at once.
 
     `holds` and `meets_tpot` say whether the target and the TPOT SLO are still met with the longer ones.
     """
@@ -32,26 +33,27 @@ class Band:
 
 def band(candidate: Candidate, *, simulated: bool) -> Band:
     """Estimate the band of a plan: by its first simulated run, or by the model."""
-    share = _simulated if simulated else _modelled
-    scenario, low = candidate.scenario, share(candidate, 1 + SPREAD)
+    share, scenario = _simulated if simulated else _modelled, candidate.scenario
+    low, holds = share(candidate, 1 + SPREAD)
     return Band(
         low=low,
-        high=share(candidate, 1 - SPREAD),
-        holds=low >= scenario.iar_target,
+        high=share(candidate, 1 - SPREAD)[0],
+        holds=holds,
         meets_tpot=candidate.step_us * (1 + SPREAD) <= scenario.slo.tpot_us,
         simulated=simulated,
     )
 
 
-def _modelled(candidate: Candidate, factor: float) -> float:
+def _modelled(candidate: Candidate, factor: float) -> tuple[float, bool]:
     workload, in_flight = candidate.scenario.workload, candidate.scenario.global_batch * factor**2
     curve = offered_curve(workload.popularity, in_flight, workload.in_flight)
-    return float(curve[min(candidate.slots, workload.num_adapters)])
+    share = float(curve[min(candidate.slots, workload.num_adapters)])
+    return share, share >= candidate.scenario.iar_target
 
 
-def _simulated(candidate: Candidate, factor: float) -> float:
+def _simulated(candidate: Candidate, factor: float) -> tuple[float, bool]:
     scenario, step_us = candidate.scenario, candidate.mean_step_us * factor
     longer = scenario.workload.with_mean_tokens(scenario.workload.lengths.mean_tokens * factor)
     same_calls = replace(scenario, workload=longer, request_rate=scenario.rate(candidate.mean_step_us))
     system = replace(disaggregated(candidate), step_s=[candidate.decode_step_us * factor * 1e-6])
-    return admitted(same_calls, system, step_us)
+    return first_run(same_calls, system, step_us)

@@ -1,10 +1,9 @@
 """The alternative: no LoRA Server, all GPUs are LLM instances with their own caches.
 
-S-LoRA as in the paper's section 6.1: adapters are split over instances greedily by load, LoRA runs after the base GEMM,
-and a cold adapter is loaded whole before its request starts. The paper gives half of the memory that the base weights
-leave to adapters; here, unless that is asked for, the split is searched: by the model, and the best and its two
-neighbours by simulation. Then, too, an adapter with more load than an instance's share has copies in several, where the
-model admits more with them.
+LoRA runs after the base GEMM, and a cold adapter is loaded whole before its request starts. The paper's S-LoRA (section
+6.1) gives adapters half of the memory that the base weights leave, and splits them over instances greedily by load.
+Here, unless that is asked for, the share is searched, by the model, and the best and its two neighbours by simulation;
+and a LoRA-aware router (`simulation.router`) sends each request to an instance that has its adapter.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from dataclasses import dataclass, replace
 from provisioning.model import memory
 from provisioning.plan.balance import settled_batch
 from provisioning.plan.candidates import Candidate
-from provisioning.plan.engines import MOST_GPUS
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.plan.question import Scenario
-from provisioning.plan.split import Split, splits
+from provisioning.plan.split import Split, copies, splits
 from provisioning.simulation.run import System, assign_greedily
-from provisioning.workload.copies import with_copies
 
 _MOST_INSTANCES = 64
-_MOST_COPIED = 100_000  # adapters: with more, copies of the hottest are not looked for, which takes as long again
 _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
 
 
@@ -31,7 +27,7 @@ _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
 class Coupled:
     """The coupled system on so many GPUs, and the fewest that would do: simulated if `verdict` is.
 
-    `copies` of hot adapters, beside the first, are among the adapters of its workload.
+    A router keeps `copies` of hot adapters beside the first, about.
     """
 
     scenario: Scenario
@@ -61,8 +57,12 @@ class Coupled:
     @property
     def holds(self) -> bool:
         """Whether it meets both SLOs: by simulation where there is one, else by the model."""
-        served = self.verdict.holds if self.verdict else self.split.admitted >= self.scenario.iar_target
-        return self.holds_tpot and self.holds_kv and served
+        return self.holds_tpot and self.holds_kv and self.holds_ttft
+
+    @property
+    def holds_ttft(self) -> bool:
+        """Whether enough requests are in time, by simulation; by the model, whether enough are admitted at once."""
+        return self.verdict.holds if self.verdict else self.split.admitted >= self.scenario.iar_target
 
 
 def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Coupled:
@@ -83,20 +83,15 @@ def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[
 
 def coupled(scenario: Scenario, instances: int, seeds: int = 0, say: Callable[[str], None] = silent) -> Coupled:
     """Size `instances` with their best split, under the same load: LB, or the rate."""
-    asked = loaded = _loaded(scenario, instances)
+    loaded = _loaded(scenario, instances)
     found = splits(loaded, instances)
-    if scenario.coupled_split is None and instances <= MOST_GPUS and loaded.workload.num_adapters <= _MOST_COPIED:
-        copied = replace(loaded, workload=with_copies(loaded.workload, instances), classes=())
-        other = splits(copied, instances)
-        if other[0].admitted > found[0].admitted:
-            loaded, found = copied, other
     step_us = loaded.model.coupled_step_us(loaded.global_batch / instances)
     best = Coupled(
         scenario=loaded,
         gpus=instances * scenario.model.instance_gpus,
         instances=instances,
         split=found[0],
-        copies=loaded.workload.num_adapters - asked.workload.num_adapters,
+        copies=int((copies(loaded.workload, instances) - 1).sum()) if scenario.coupled_routed else 0,
         step_us=step_us,
         verdict=None,
     )
@@ -135,7 +130,8 @@ def _system(scenario: Scenario, instances: int, split: Split, step_us: float) ->
     bytes_ = memory.adapter_bytes(model.spec, model.lora_rank, model.shared_a)
     load_us = bytes_ / (model.instance_gpus * model.cluster.host_bytes_per_us)
     return System(
-        instance_of=assign_greedily(scenario.workload.in_flight, instances),
+        instance_of=None if scenario.coupled_routed else assign_greedily(scenario.workload.in_flight, instances),
+        instances=instances,
         step_s=[decode_us * 1e-6],
         prompt_s=prompt_us * 1e-6,
         cache_slots=split.slots,

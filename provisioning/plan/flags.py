@@ -70,7 +70,10 @@ class PlanFlags(WorkloadFlags):
     dispatch: Annotated[
         str, "any: to the instance with the fewest requests; by-adapter: to the adapter's own, as in the paper."
     ] = "any"
-    coupled_split: Annotated[str, "Adapter memory of the coupled baseline: tuned, paper (0.5) or a share."] = "tuned"
+    coupled_split: Annotated[
+        str,
+        "Adapter memory of coupled instances: tuned or a share, behind a LoRA-aware router; paper: half, none.",
+    ] = "tuned"
     eq6: Annotated[str, "Eq. 6 per stage (stage), or as the paper prints it (printed)."] = "stage"
     shared_a: Annotated[bool, "gate and up share one A (fused layout)."] = False
     profile: Annotated[Path | None, "Measured times, JSON of bench/ (default: none)."] = None
@@ -87,7 +90,8 @@ class SimulateFlags(WorkloadFlags):
     mode: Annotated[str, "disaggregated (one shared cache) or coupled (one cache per instance)."] = "disaggregated"
     order: Annotated[str, "fcfs, or sjf with known lengths."] = "fcfs"
     dispatch: Annotated[
-        str, "any: to the instance with the fewest requests; by-adapter: to the adapter's own, as coupled always does."
+        str,
+        "any: the instance with the fewest requests (coupled: that has the adapter); by-adapter: the adapter's own.",
     ] = "any"
     step_ms: Annotated[float, "Time of a decode step."] = 25.0
     load_ms: Annotated[float, "Time that a cold adapter adds."] = 0.0

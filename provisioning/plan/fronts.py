@@ -1,6 +1,6 @@
 """Cost of a rate for each way to serve: the fewest GPUs that meet the SLOs, by the model.
 
-coupled         no LoRA Server: instances with their own caches, the split of their memory and copies searched
+coupled         no LoRA Server: instances with their own caches, whose share of the memory is searched, and a router
 disaggregated   instances beside a LoRA Server, both sought together
 8-bit wire      the same with half the bytes on the links
 hot-merged      the hottest adapters merged into instances of their own, the others disaggregated (or coupled)
@@ -80,14 +80,13 @@ def apart(scenario: Scenario) -> Point | None:
         middle = (low + high) // 2
         low, high = (low, middle) if coupled(scenario, middle).holds else (middle, high)
     found = coupled(scenario, high)
-    copies = f", {found.copies:,} of them copies" if found.copies else ""
     return Point(
         rate=scenario.request_rate or 0.0,
         gpus=found.gpus,
         instances=high,
         instance_gpus=scenario.model.instance_gpus,
         batch=found.scenario.global_batch / high,
-        how=f"{high:,} x {scenario.model.instance_gpus:,}, {found.split.slots:,} slots each{copies}",
+        how=f"{high:,} x {scenario.model.instance_gpus:,}, {found.split.slots:,} slots each",
     )
 
 

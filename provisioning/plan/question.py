@@ -46,7 +46,9 @@ class Scenario:
     prefill: Prefill = "shared"
     prompt_tokens: float = 0.0
     prompts_by: str = ""
+    iar_asked: bool = False
     coupled_split: float | None = None
+    coupled_routed: bool = True
     max_gpus: int = 64
     spare_gpus: int = 0
     whole_nodes: bool = False

@@ -7,14 +7,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from provisioning.arrays import Floats
+from provisioning.arrays import Floats, Ints
 from provisioning.iar.models import offered_curve
 from provisioning.model import memory
+from provisioning.plan.engines import MOST_GPUS
 from provisioning.plan.question import Scenario
 from provisioning.simulation.run import assign_greedily
 from provisioning.workload.workload import Workload
 
 _MOST_SPLITS = 200
+_Curves = tuple[Floats, Floats, list[Floats]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +47,17 @@ def splits(scenario: Scenario, instances: int) -> list[Split]:
 
 
 def _split(scenario: Scenario, instances: int, share: float) -> Split:
-    """Evaluate a split. A request is admitted if its adapter has a slot and its instance's batch has room; the batch
-    has a Poisson number of requests."""
+    """Evaluate a split. A request is admitted if its adapter has a slot and there is room beside a Poisson number of
+    requests: those of its own instance, or, behind a LoRA-aware router, of all instances together."""
     from scipy.special import pdtr  # slow to import, and of no use in an infeasible question
 
     model, free = scenario.model, scenario.model.free_bytes
     slots = memory.adapters_in(share * free, model.spec, model.lora_rank, model.shared_a)
     requests = memory.requests_in((1 - share) * free, model.spec, model.context_tokens)
-    weights, loads, curves = _curves(scenario.workload, instances, scenario.global_batch)
-    iar_L = np.array([curve[min(slots, curve.size - 1)] for curve in curves])
-    room_L = pdtr(requests - 1, loads) if requests else np.zeros_like(loads)
+    pooled = instances if scenario.coupled_routed else 1
+    weights, loads, curves = (_pooled if pooled > 1 else _curves)(scenario.workload, instances, scenario.global_batch)
+    iar_L = np.array([curve[min(pooled * slots, curve.size - 1)] for curve in curves])
+    room_L = pdtr(pooled * requests - 1, loads) if requests else np.zeros_like(loads)
     return Split(
         share=share,
         slots=slots,
@@ -64,8 +67,21 @@ def _split(scenario: Scenario, instances: int, share: float) -> Split:
     )
 
 
+def copies(workload: Workload, instances: int) -> Ints:
+    """Return in how many instances a router keeps each adapter: one per instance's share of the load that it has."""
+    return np.maximum(np.ceil(workload.in_flight * min(instances, MOST_GPUS) - 1e-9), 1).astype(np.int64)
+
+
 @lru_cache(maxsize=8)
-def _curves(workload: Workload, instances: int, global_batch: float) -> tuple[Floats, Floats, list[Floats]]:
+def _pooled(workload: Workload, instances: int, global_batch: float) -> _Curves:
+    """Return the same of all instances as one, whose slots hold every copy of an adapter."""
+    copies_N = copies(workload, instances)
+    popularity, in_flight = np.repeat([workload.popularity / copies_N, workload.in_flight / copies_N], copies_N, axis=1)
+    return np.ones(1), np.array([global_batch]), [offered_curve(popularity, global_batch, in_flight)]
+
+
+@lru_cache(maxsize=8)
+def _curves(workload: Workload, instances: int, global_batch: float) -> _Curves:
     """Return of each instance with calls: its share of them, its requests in flight, `offered` of its own adapters."""
     owner = assign_greedily(workload.in_flight, instances)
     shares, loads, curves = [], [], []

@@ -10,8 +10,9 @@ def worth(candidate: Candidate, coupled: Coupled, *, plan: bool = True) -> str:
     """Compare in a sentence. Without a plan `candidate` is the nearest miss."""
     if not plan:
         return _without_plan(candidate, coupled)
-    how = "tuned" if coupled.scenario.coupled_split is None else f"with {coupled.split.share:.0%} for adapters,"
-    same = f"{_instances(coupled)}, {how} on the same {coupled.gpus:,} GPUs"
+    routed = ", behind a LoRA-aware router" if coupled.scenario.coupled_routed and coupled.instances > 1 else ""
+    how = "tuned" if coupled.scenario.coupled_split is None else f"with {coupled.split.share:.0%} for adapters"
+    same = f"{_instances(coupled)}, {how}{routed}, on the same {coupled.gpus:,} GPUs"
     num = candidate.scenario.workload.num_adapters
     held = f"cache {coupled.adapters_in_all:,} of the {num:,} adapters"
     if coupled.holds:
@@ -36,7 +37,14 @@ def _need(coupled: Coupled) -> str:
 def _why(coupled: Coupled) -> str:
     if not coupled.holds_kv:
         return "lack memory for KV"
-    return "miss the TTFT SLO" if coupled.holds_tpot else "miss the TPOT SLO"
+    if not coupled.holds_tpot:
+        return "miss the TPOT SLO"
+    verdict, target = coupled.verdict, coupled.scenario.iar_target
+    if verdict is None:
+        return f"admit {coupled.split.admitted:.1%} of requests at once, not {target:.12g}"
+    if verdict.in_time:
+        return f"admit {verdict.immediate.mean:.1%} of requests at once, which --iar forbids"
+    return f"miss the TTFT SLO, with {verdict.within_ttft.mean:.1%} of requests in time"
 
 
 def _without_plan(candidate: Candidate, coupled: Coupled) -> str:

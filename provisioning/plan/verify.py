@@ -71,7 +71,7 @@ class Verified:
 
 def verify(scenario: Scenario, choice: LayoutChoice, seeds: int, say: Callable[[str], None] = silent) -> Verified:
     """Find the smallest plan that the simulation confirms, beginning with the model's."""
-    fine, model = scenario.iar_target > 1 - _FINEST, choice.chosen
+    fine, model = max(scenario.iar_target, scenario.slo.share) > 1 - _FINEST, choice.chosen
     if model is None and fine:
         return Verified(choice=choice, verdict=None)
     layouts = [item for found in all_but_cache(scenario) for item in found]

@@ -14,7 +14,7 @@ from provisioning.report.result import Result
 def by_class(result: Result) -> list[ClassOutcome]:
     """Return the outcome of each SLO class; empty without --classes."""
     candidate, verdict = result.candidate, result.verified.verdict
-    in_time = None if verdict is None else verdict.in_time
+    in_time = None if verdict is None else verdict.by_adapter
     found = served(result.asked.classes, result.asked.workload, candidate.step_us, candidate.load_us, in_time)
     return list(found)
 

@@ -114,6 +114,7 @@ def _coupled(result: Result) -> dict[str, Any]:
         "cache_slots_per_instance": coupled.split.slots,
         "kv_requests_per_instance": coupled.split.requests,
         "cache_slots": coupled.adapters_in_all,
+        "router": "lora-aware" if coupled.scenario.coupled_routed else "adapters assigned to instances",
         "copies_of_hot_adapters": coupled.copies,
         "iar": coupled.split.iar,
         "global_batch": coupled.scenario.global_batch,
@@ -132,7 +133,8 @@ def _band(result: Result) -> dict[str, Any] | None:
         return None
     return {
         "steps_and_outputs": SPREAD,
-        "admitted_at_once": [band.low, band.high],
+        "of": "requests within the TTFT SLO" if band.simulated else "admitted at once",
+        "share": [band.low, band.high],
         "holds_target": band.holds,
         "meets_tpot": band.meets_tpot,
         "simulated": band.simulated,

@@ -34,11 +34,12 @@ def sides(result: Result) -> Iterator[tuple[str, str, str]]:
     apart = f"{coupled.instances:,} x {coupled.split.slots:,}, {coupled.split.share:.0%} of free memory"
     yield "adapter slots", f"{candidate.slots:,}, shared", apart
     if coupled.copies:
-        yield "copies of hot adapters", "-", f"{coupled.copies:,}"
+        yield "copies of hot adapters", "-", f"{coupled.copies:,}, about"
     yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
     yield "IAR, model", f"{scenario.cache.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
     ours, theirs = result.verified.verdict, coupled.verdict
     if ours and theirs:
+        yield "within TTFT, simulated", f"{ours.within_ttft.mean:.4f}", f"{theirs.within_ttft.mean:.4f}"
         yield "admitted, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"
     yield "decode step", words.time(candidate.mean_step_us), words.time(coupled.step_us)
     needed = "over 64 instances" if coupled.gpus_needed is None else f"{coupled.gpus_needed:,}"

@@ -2,5 +2,7 @@
 
 run       the rules, and a run from requests to times
 engine    the event loop
+state     its caches, adapters and instances
+router    the LoRA-aware router of coupled instances
 measure   what is read off a run, with an interval over seeds
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
 from provisioning.arrays import Ints
+from provisioning.simulation.router import LoraRouter
+from provisioning.simulation.state import AdapterState, DecodeInstance, SlotCache
 from provisioning.workload.requests import Requests
 
 _ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: without it a long run stops moving
@@ -19,8 +20,9 @@ _ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: withou
 class System:
     """Simulated system. `cache_slots` is per cache: one shared by all, or one per instance.
 
-    `instance_of` is by adapter; None where any of `instances` serves any adapter, from a shared cache. A request's
-    prompt takes `prompt_s` of its instance, where the calls have prompts of their own in proportion to these.
+    `instance_of` is by adapter; None where any of `instances` serves any adapter: from a shared cache, or each from its
+    own behind a router that knows them. A request's prompt takes `prompt_s` of its instance, where the calls have
+    prompts of their own in proportion to these.
     """
 
     step_s: Sequence[float]
@@ -41,80 +43,6 @@ def _prompts_s(requests: Requests, mean_s: float) -> list[float]:
         return [mean_s] * len(requests)
     each: list[float] = (given * (mean_s / given.mean())).tolist()
     return each
-
-
-class SlotCache:
-    """Adapter slots: free ones, idle adapters in LRU order, and the adapters that wait for a slot."""
-
-    __slots__ = ("free", "idle", "waiting")
-
-    def __init__(self, slots: int) -> None:
-        self.free = slots
-        self.idle: OrderedDict[AdapterState, None] = OrderedDict()
-        self.waiting: list[tuple[int, int]] = []  # (key, adapter)
-
-    def take(self) -> bool:
-        """Take a free slot, or evict the idle adapter that was used least recently; False where there is neither."""
-        if self.free:
-            self.free -= 1
-        elif self.idle:
-            self.idle.popitem(last=False)[0].resident = False
-        else:
-            return False
-        return True
-
-
-class AdapterState:
-    """One adapter: its cache, its instance (None: any), its users, and the requests that wait for its slot."""
-
-    __slots__ = ("blocked", "cache", "owner", "resident", "users")
-
-    def __init__(self, cache: SlotCache, owner: int | None) -> None:
-        self.cache, self.owner = cache, owner
-        self.resident, self.users = False, 0
-        self.blocked: list[tuple[int, int]] = []  # (key, request)
-
-    def hold(self) -> bool | None:
-        """Count one more user; returns whether the adapter was resident, None where no slot is left."""
-        was_resident = self.resident
-        if was_resident:
-            if not self.users:
-                del self.cache.idle[self]
-        elif not self.cache.take():
-            return None
-        self.resident = True
-        self.users += 1
-        return was_resident
-
-    def release(self) -> None:
-        """Count one user less; without users it is idle."""
-        self.users -= 1
-        if not self.users:
-            self.cache.idle[self] = None
-
-
-class DecodeInstance:
-    """One instance: its batch, its queue, and a clock in tokens, which stands while prompts are computed."""
-
-    __slots__ = ("batch", "clock", "pace", "queue", "seen", "version")
-
-    def __init__(self, pace: float) -> None:
-        self.batch: list[tuple[float, int]] = []  # (clock at its last token, request)
-        self.queue: list[tuple[int, int]] = []  # (key, request)
-        self.clock = self.seen = 0.0
-        self.pace, self.version = pace, 0
-
-    @property
-    def load(self) -> int:
-        """Requests that it has."""
-        return len(self.batch) + len(self.queue)
-
-    def advance(self, now: float) -> tuple[float, float]:
-        """Return (tokens so far, when the next may begin)."""
-        ready = max(now, self.seen)
-        if not self.batch:
-            return 0.0, ready
-        return self.clock + (ready - self.seen) / self.pace, ready
 
 
 class RequestLists:
@@ -144,11 +72,15 @@ class Engine:
         owners: Sequence[int | None] = [None] * adapters if given is None else given
         instances = system.instances if given is None else max(given) + 1
         caches = [SlotCache(system.cache_slots) for _ in range(1 if system.shared else instances)]
+        own = caches * instances if system.shared else caches
         self.calls, self.moments = RequestLists(requests, system), Moments(num)
-        self.adapters = [AdapterState(caches[0 if system.shared or one is None else one], one) for one in owners]
+        self.adapters = [AdapterState(own[one or 0], one, adapter) for adapter, one in enumerate(owners)]
+        self.chosen = list[AdapterState]()  # of each request that came
         self.steps, self.load_s = list(system.step_s), system.load_s
         self.max_batch = system.max_batch if system.max_batch is not None else num + 1
         self.instances = [DecodeInstance(self.steps[0]) for _ in range(instances)]
+        routed = given is None and not system.shared
+        self.router = LoraRouter(self.instances, caches, self.max_batch) if routed else None
         anywhere = range(instances) if given is None else ()
         self.least = [(0, instance) for instance in anywhere]  # (load, instance); stale entries stay
         self.events = list[tuple[float, int, int]]()  # (time, instance, its version)
@@ -168,7 +100,8 @@ class Engine:
                 self._complete(instance, at)
 
     def _arrive(self, request: int, now: float) -> None:
-        adapter = self.adapters[self.calls.adapter[request]]
+        adapter = self._state_for(self.calls.adapter[request])
+        self.chosen.append(adapter)
         instance = self._instance_for(adapter)
         if len(self.instances[instance].batch) >= self.max_batch:
             self._queue(request, instance)
@@ -180,8 +113,12 @@ class Engine:
 
     def _instance_for(self, adapter: AdapterState) -> int:
         """Choose the adapter's own instance, or the one with the fewest requests."""
-        if adapter.owner is not None:
-            return adapter.owner
+        return self._least_loaded() if adapter.owner is None else adapter.owner
+
+    def _state_for(self, adapter: int) -> AdapterState:
+        return self.adapters[adapter] if self.router is None else self.router.choose(adapter, self._least_loaded())
+
+    def _least_loaded(self) -> int:
         least, instances = self.least, self.instances
         while least[0][0] != instances[least[0][1]].load:
             heappop(least)
@@ -220,23 +157,24 @@ class Engine:
     def _block(self, request: int, adapter: AdapterState) -> None:
         key = self.calls.key[request]
         if not adapter.blocked or key < adapter.blocked[0][0]:
-            heappush(adapter.cache.waiting, (key, self.calls.adapter[request]))
+            heappush(adapter.cache.waiting, (key, adapter.adapter, adapter))
         heappush(adapter.blocked, (key, request))
 
     def _complete(self, instance: int, now: float) -> None:
         """Finish the requests that are due; then admit those that wait for a slot or for a place in the batch."""
-        its, calls = self.instances[instance], self.calls
+        its = self.instances[instance]
         its.clock, its.seen = clock, _ = its.advance(now)
-        due, cache = clock + 1e-6 + _ROUNDING * now / its.pace, self.adapters[0].cache
+        due = clock + 1e-6 + _ROUNDING * now / its.pace
+        freed: SlotCache | None = None
         while its.batch and its.batch[0][0] <= due:
             request = heappop(its.batch)[1]
             self.moments.finish[request] = now
-            adapter = self.adapters[calls.adapter[request]]
+            adapter = self.chosen[request]
             adapter.release()
-            cache = adapter.cache
+            freed = adapter.cache
         its.pace = self._pace(len(its.batch))
         self._changed(instance)
-        touched = self._grant_slots(cache, now) if cache.waiting else set()
+        touched = self._grant_slots(freed, now) if freed and freed.waiting else set()
         touched.add(instance)
         self._fill(instance, now)
         for other in touched:
@@ -246,7 +184,7 @@ class Engine:
         """Give slots to the adapters that wait longest (or are shortest), if their batch has room."""
         touched = set()
         while cache.waiting and (cache.free or cache.idle):
-            adapter = self.adapters[heappop(cache.waiting)[1]]
+            adapter = heappop(cache.waiting)[2]
             while adapter.blocked:
                 request, instance = heappop(adapter.blocked)[1], self._instance_for(adapter)
                 if len(self.instances[instance].batch) < self.max_batch:
@@ -260,7 +198,7 @@ class Engine:
         its = self.instances[instance]
         while its.queue and len(its.batch) < self.max_batch:
             request = heappop(its.queue)[1]
-            adapter = self.adapters[self.calls.adapter[request]]
+            adapter = self.chosen[request]
             if not self._admit(request, adapter, instance, now):
                 self._block(request, adapter)
                 self._changed(instance)

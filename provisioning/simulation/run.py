@@ -3,8 +3,9 @@
 Rules (the paper's sections 2.2 and 6.1; what it leaves open is decided here, before any result):
 
 1. A request goes to the instance with the fewest requests or, where adapters belong to instances, to
-   its adapter's. It is admitted at once if that instance's batch has room and its adapter is resident
-   or can take a free or idle slot; idle adapters go in LRU order.
+   its adapter's; coupled instances have a router that knows their caches (`router`). It is admitted at once
+   if that instance's batch has room and its adapter is resident or can take a free or idle slot; idle
+   adapters go in LRU order.
 2. Else it waits: for room in the instance's queue, or for a slot in the cache's queue, where the
    requests of one adapter wait together. Others overtake it if they can be admitted (as in vLLM).
    Queues are FCFS, or by true output length (oracle SJF).

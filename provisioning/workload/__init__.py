@@ -3,7 +3,6 @@
 workload          popularity, lengths and burstiness, and calls sampled from them
 requests          a sequence of calls, and the laws that lengths and gaps are drawn from
 replay            a trace's load over time, its peak, and what of it is replayed
-copies            of hot adapters, where instances have their own
 counts            reads calls per adapter (JSON, CSV)
 traces            reads traces (CSV, JSONL)
 servegen          a ServeGen directory: servegen_windows reads its rates, servegen_lengths its lengths

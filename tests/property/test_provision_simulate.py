@@ -60,6 +60,31 @@ def test_caches_of_coupled_instances_are_apart():
     assert run(requests, shared).immediate.tolist() == [True, False]
 
 
+def test_a_router_sends_requests_to_the_adapter_and_a_hot_one_to_several_instances():
+    routed = System(instances=2, step_s=[1.0], cache_slots=1, shared=False, load_s=10.0)
+    requests = calls((0, 0, 9), (0, 1, 9), (1, 1, 4), (1, 0, 4), (2, 2, 4), num_adapters=3)
+    outcome = run(requests, routed)
+    assert outcome.immediate.tolist() == [True, True, True, True, False]
+    assert outcome.ttft_s.tolist() == [11, 11, 1, 1, 28]  # the last waits for a slot, until 19, and for its load
+    # the least loaded has none: at two more the hot adapter's next is loaded there
+    hot = run(calls(*[(0, 0, 9)] * 6, num_adapters=1), routed)
+    assert hot.ttft_s.tolist() == [11, 1, 1, 11, 1, 1] and hot.immediate.all()
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), st.sampled_from([None, 1, 3]), st.integers(0, 2**32 - 1), st.sampled_from(["fcfs", "sjf"]))
+def test_behind_a_router_all_are_served_from_no_more_slots_than_there_are(slots, max_batch, seed, order):
+    workload = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6))
+    requests = workload.sample(rate=3, num_requests=150, seed=seed)
+    system = System(instances=2, step_s=[0.5], cache_slots=slots, shared=False, max_batch=max_batch, order=order)
+    outcome = run(requests, system)
+    assert np.isfinite(outcome.finish_s).all() and (outcome.admit_s >= requests.arrival_s).all()
+    assert outcome.immediate.all() or slots < 12 or max_batch
+    for now in outcome.admit_s:
+        active = (outcome.admit_s <= now) & (now < outcome.finish_s - 1e-9)
+        assert np.unique(requests.adapter[active]).size <= 2 * slots and active.sum() <= 2 * (max_batch or 150)
+
+
 def test_a_step_takes_the_time_of_its_batch():
     requests = calls((0, 0, 4), (2, 0, 4), num_adapters=1)
     outcome = run(requests, System(instance_of=[0], step_s=[1.0, 1.0, 2.0], cache_slots=1))
@@ -131,7 +156,7 @@ def verdict(holds):
     sure = Estimate(mean=holds, low=holds, high=holds)
     return Verdict(
         immediate=sure, ttft_s_at_percentile=sure, within_ttft=sure, adapters_within_slo=sure, seeds=5,
-        requests_per_seed=1, target=0.95, ttft_s=np.zeros(1), in_time=np.zeros((2, 1)),
+        requests_per_seed=1, target=0.95, iar=None, ttft_s=np.zeros(1), by_adapter=np.zeros((2, 1)),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from html import escape
 
-import numpy as np
 import pytest
 import yaml
 
@@ -22,13 +21,14 @@ from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import coupled
 from provisioning.plan.instances import sized
+from provisioning.plan.judge import judge, played
 from provisioning.plan.sensitivity import headroom
-from provisioning.plan.verify import verify
+from provisioning.plan.verdict import worth
+from provisioning.plan.verify import disaggregated, verify
 from provisioning.report import render
 from provisioning.report.document import document
 from provisioning.report.html import html
 from provisioning.report.result import answer
-from provisioning.workload.copies import in_turn
 from tests.support.provision import ASKED, DECODING, QWEN, SLO, provision, question, typed
 
 TABLE_3 = [("gpt-oss-20b", 64), ("qwen3-30b-a3b", 32), ("mixtral-8x7b", 64), ("scaled-moe", 64), ("dbrx", 64)]
@@ -237,18 +237,38 @@ def test_coupled_verdict_goes_both_ways():
     assert tight["lora_server_worth_it"] and tight["gpus_needed"] > tight["gpus"]
 
 
-def test_a_hot_adapter_has_copies_in_coupled_instances():
+def test_coupled_instances_are_judged_behind_a_router_that_knows_their_caches():
     """Half of the load is one adapter's: alone in an instance of eight it is over its room for KV."""
     flags = {"adapters": 200, "zipf": 1.6, "instances": 8, "batch_size": 80.0, "context_tokens": 4096.0}
-    asked = question(gpu="hopper-96", **flags)
-    found, paper = coupled(asked, 8), coupled(replace(asked, coupled_split=0.5), 8)
-    assert found.copies == 4 and not paper.copies
+    asked, assigned = (question(gpu="hopper-96", coupled_split=split, **flags) for split in ("0.5", "paper"))
+    found, paper = coupled(asked, 8), coupled(assigned, 8)
+    assert found.copies == 4 and not paper.copies and found.split.slots == paper.split.slots
     assert found.split.admitted > 1.5 * paper.split.admitted
-    calls = asked.workload.sample(rate=10.0, num_requests=5000, seed=1)
-    copied = in_turn(calls, np.array([4, *[1] * 199]))
-    first = copied.counts()[:4]
-    assert first.sum() == calls.counts()[0] and np.ptp(first) <= 1
-    assert copied.counts()[4:].tolist() == calls.counts()[1:].tolist()
+    asked = question(model="gpt-oss-20b", gpu="h100", **DECODING)
+    routed, assigned = (coupled(one, 6, 2).verdict for one in (asked, replace(asked, coupled_routed=False)))
+    assert routed.holds and not assigned.holds and assigned.within_ttft.mean < 0.97 < routed.within_ttft.mean
+
+
+def test_verdicts_follow_the_slo_that_was_asked():
+    """Most requests wait: within 30 s they are in time, within 250 ms they are not, and --iar forbids it."""
+    few = {"adapters": 300, "zipf": 0.8, "instances": 2, "batch_size": 32.0} | DECODING
+    slow = {"slo": "ttft_p95=30s,tpot_avg=100ms"}
+    asked, hasty, strict = (question(**few, **more) for more in (slow, {}, slow | {"iar": 0.95}))
+    system = disaggregated(replace(evaluate(asked, Layout(1, 1)), slots=40))
+    step_us = evaluate(asked, Layout(1, 1)).mean_step_us
+    patient, late, at_once = (judge(one, system, step_us, 2) for one in (asked, hasty, strict))
+    assert patient.immediate.mean < 0.5 and patient.within_ttft.mean > 0.99
+    assert (patient.holds, late.holds, at_once.holds) == (True, False, False)
+    assert late.in_time is False and at_once.in_time is True
+    span_s = played(asked, step_us, 0).span_s
+    assert span_s > 10 * 30, "a wait that grows would be seen"
+    found = coupled(asked, 2)
+    by = (replace(found, verdict=one, split=replace(found.split, admitted=0.5)) for one in (None, late, at_once))
+    assert [worth(evaluate(asked, Layout(1, 1)), one).partition(" and ")[2].partition(";")[0] for one in by] == [
+        "admit 50.0% of requests at once, not 0.95",
+        f"miss the TTFT SLO, with {late.within_ttft.mean:.1%} of requests in time",
+        f"admit {at_once.immediate.mean:.1%} of requests at once, which --iar forbids",
+    ]
 
 
 def test_headroom_is_where_the_plan_stops_meeting_its_slos():
@@ -276,7 +296,7 @@ def test_a_band_is_the_same_calls_with_longer_and_shorter_steps_and_outputs():
     hurried = replace(few, step_us=90_000.0)
     assert not band(hurried, simulated=False).meets_tpot
     result = answer(asked, seeds=0)
-    assert document(result)["band"]["admitted_at_once"] == [result.band.low, result.band.high]
+    assert document(result)["band"]["share"] == [result.band.low, result.band.high]
     said = [row for row in render.rows(replace(result, band=tight)) if "±20 %" in row[0]]
     assert said == [("IAR, assumptions ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", "+20 %: IAR missed")]
     assert document(answer(question(**QWEN, max_gpus=1, adapters=5000, zipf=0.5), seeds=0))["band"] is None
