@@ -7,7 +7,7 @@ directory     the server's list of adapters     prefetch     signals before a fi
 reconnect     while a server is away            packing      messages <-> slots
 routing       rows -> messages                  geometry     the same base model at both ends
 routed        rows -> messages on a device      session      what a client has after joining
-alora         where an activated LoRA begins
+alora         where an activated LoRA begins   merged       what rows need if an adapter is in the weights
 forward_pass  an engine's model at work
 events        names known without a call
 connect       which backend reaches a shard

@@ -3,7 +3,7 @@
 hook       the one module that imports transformers
 batch      from names to rows
 held       the adapters of one block
-invocation activated LoRAs: which rows come before the invocation
+invocation activated LoRAs: where they begin to act
 experts    an experts implementation that overlaps its GEMMs with the server's
 dense      hooks on attention projections and dense MLPs
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from client_connector.client import Client
+from client_connector.merged import MergedHold
 from client_connector.serving.request_state import Event, RequestState
 from client_connector.session import Session
 from lora_server.errors import LeaseError
@@ -14,11 +15,16 @@ from lora_server.wire.terms import Held
 class BlockAdapters:
     """`names`: one per sequence, None for the base model. One thread; every name is a request of its own.
 
-    `loaded`: they are held once their weights are loaded.
+    `loaded`: they are held once their weights are loaded. `merged`: the adapter in the base weights; a block of it
+    alone asks the server only which version is current, and goes on without an answer.
     """
 
-    def __init__(self, client: Client, names: Sequence[str | None], loaded: bool = False) -> None:
+    def __init__(
+        self, client: Client, names: Sequence[str | None], loaded: bool = False, merged: MergedHold | None = None
+    ) -> None:
         self._client, self.names, self._loaded = client, tuple(names), loaded
+        is_merged = merged is not None and set(names) == {merged.record.name} and merged.is_current()
+        self._in_weights = merged.in_weights if merged is not None and is_merged else None
         self._states = {name: RequestState() for name in sorted({name for name in names if name is not None})}
         self._session: Session | None = None  # in which they are held
 
@@ -27,6 +33,8 @@ class BlockAdapters:
 
         Raises UnknownAdapterError, AdmissionError, ServerUnavailableError.
         """
+        if self._in_weights is not None:
+            return {self._in_weights.name: self._in_weights}
         deadline = self._client.deadline()
         self._client.recover(deadline)
         if self._client.session is not self._session:

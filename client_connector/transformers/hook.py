@@ -22,6 +22,7 @@ from client_connector.client import Client
 from client_connector.exchange import GemmTimes, StepTimes
 from client_connector.forward_pass import ForwardPass
 from client_connector.geometry import check_geometry
+from client_connector.merged import MergedHold, row_segments
 from client_connector.packing import DTYPE_CODES
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch, Run
@@ -32,8 +33,10 @@ from client_connector.transformers.held import BlockAdapters
 from client_connector.transformers.invocation import Invocations, tokenizer_of
 from lora_server import telemetry
 from lora_server.errors import ConfigError
+from lora_server.merged import find_merged
 from lora_server.spec import Site
 from lora_server.wire.credentials import Credentials
+from lora_server.wire.terms import Held
 
 IMPLEMENTATION = "remote_lora"
 ADMITTED, LOADED = WAITS = "admitted", "loaded"
@@ -75,7 +78,8 @@ class Attachment:
     server: HOST:PORT, or anything with `join()` (client_connector.session.Server). `wire`: any, or the one
     that it must have. `token`: what the server is shown; without it, what
     LORA_SERVER_TOKEN or LORA_SERVER_TOKEN_FILE says.
-    Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat
+    Outside `adapters` the model is the plain base model, also one with an adapter merged into its weights
+    (lora_server.merged), which then needs the server. Beams and num_return_sequences repeat
     their sequence's adapter. An activated LoRA acts from its invocation in the prompt on; one with a
     legacy invocation string needs `tokenizer`. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
     """
@@ -98,6 +102,7 @@ class Attachment:
         self._undo = contextlib.ExitStack()
         self._detached = False
         self._block: BlockAdapters | None = None  # of the `adapters` block under way
+        self._merged: MergedHold | None = None
         self._copies = 1
         self._invocations = Invocations(tokenizer_of(tokenizer))
         self._model = model
@@ -111,6 +116,9 @@ class Attachment:
         try:
             self._forward = ForwardPass(self.client)
             check_geometry(model.config.to_dict(), self.client.terms.spec)
+            record = find_merged(model.name_or_path) if model.name_or_path else None
+            if record is not None:
+                self._merged = MergedHold(self.client, record)
             self._install()
         except BaseException:
             self._undo.close()
@@ -156,7 +164,7 @@ class Attachment:
         if self._detached:
             raise ConfigError("lora.adapters: this model was detached from the server; attach it again")
         with telemetry.span("lora.generation", sequences=len(names)):
-            block = BlockAdapters(self.client, names, wait == LOADED)
+            block = BlockAdapters(self.client, names, wait == LOADED, self._merged)
             block.hold()
             self._block = block
             try:
@@ -216,7 +224,7 @@ class Attachment:
             return  # a copy of the attached model is a plain base model
         self._forward.batch = None
         block = self._block
-        if block is None:
+        if block is None and self._merged is None:
             return
         if self._model.training:
             raise ConfigError(
@@ -226,26 +234,32 @@ class Attachment:
         ids = args[0] if ids is None and args else ids
         inputs = ids if ids is not None else kwargs["inputs_embeds"]
         rows, seq_len = inputs.shape[:2]
-        repeats = expand(block.names, rows, seq_len, self._copies)
+        if block is None:
+            block = BlockAdapters(self.client, [None] * rows)
+        per_name = expand(block.names, rows, seq_len, self._copies if self._block is not None else 1) // seq_len
         by_name = block.hold()
-        if not by_name:
-            return
-        per_name = repeats // seq_len
         held_B = [by_name[name] if name is not None else None for name in block.names for _ in range(per_name)]
-        runs = [Run.of(held, row * seq_len, seq_len) for row, held in enumerate(held_B) if held is not None]
-        keep = _both(
-            _not_padding(kwargs.get("attention_mask"), seq_len),
-            self._invocations.keep(held_B, kwargs, ids, seq_len),
+        starts = self._invocations.starts(held_B, kwargs, ids, seq_len)
+        self._forward.batch = Batch.of(
+            self._runs(held_B, starts, seq_len), seq_len == 1, _not_padding(kwargs.get("attention_mask"), seq_len)
         )
-        self._forward.batch = Batch.of(runs, seq_len == 1, keep)
+
+    def _runs(self, held_B: Sequence[Held | None], starts: Sequence[int], seq_len: int) -> list[Run]:
+        """Return the rows that need the server: of adapters, from where these act on, and of what is merged."""
+        merged = self._merged
+        subtracted = None
+        if merged is not None:
+            is_hot = all(held is merged.in_weights for held in held_B)
+            subtracted = merged.in_weights if is_hot else merged.held(self.client.deadline())
+        runs = []
+        for row, (held, start) in enumerate(zip(held_B, starts, strict=True)):
+            runs.append(Run(row_segments(None, subtracted), row * seq_len, start))
+            runs.append(Run(row_segments(held, subtracted), row * seq_len + start, seq_len - start))
+        return [run for run in runs if run.segments]
 
     def _after_forward(self, module: nn.Module, *ignored: Any) -> None:
         if module is self._model.base_model:
             self._forward.batch = None
-
-
-def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return other if one is None else one if other is None else one & other
 
 
 def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Activated LoRAs in a transformers model: which rows come before the invocation."""
+"""Activated LoRAs in a transformers model: where in each sequence they begin to act."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Invocations:
         self._tokens: dict[Invocation, Sequence[int]] = {}
         self._invoked: list[bool] = []
 
-    def keep(
+    def starts(
         self, held_B: Sequence[Held | None], kwargs: dict[str, Any], ids: torch.Tensor | None, seq_len: int
-    ) -> torch.Tensor | None:
-        """Return [B * S] bool, False where an activated LoRA does not act yet; None if no adapter of the batch is one.
+    ) -> list[int]:
+        """Return the position of this pass from which each sequence's adapter acts; earlier rows are the base model's.
 
         What is generated after a prompt never invokes, as in PEFT.
         """
         if not any(held is not None and held.invocation is not None for held in held_B):
-            return None
+            return [0] * len(held_B)
         past = kwargs.get("past_key_values")
         continued = past is not None and past.get_seq_length() > 0 and len(self._invoked) == len(held_B)
         if continued and seq_len == 1:
@@ -42,7 +42,7 @@ class Invocations:
         if continued:  # a prompt in several passes: what was invoked stays so
             starts = [0 if invoked else start for invoked, start in zip(self._invoked, starts, strict=True)]
         self._invoked = [start < seq_len for start in starts]
-        return (torch.arange(seq_len)[None, :] >= torch.tensor(starts)[:, None]).reshape(-1)
+        return starts
 
     def _start(self, held: Held | None, row: int, ids: torch.Tensor | None, seq_len: int) -> int:
         if held is None or held.invocation is None:

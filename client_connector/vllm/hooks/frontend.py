@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import AdapterDirectory
 from client_connector.events import EventFollower
+from client_connector.merged import refuse_merged
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
@@ -66,6 +67,7 @@ def install(wrap: Wrap) -> None:
 
 def configure(args: Any, found: Settings) -> None:
     """Enable LoRA without a limit, in the model runner that we support; store the settings in the engine's config."""
+    refuse_merged(args.model, "vLLM")
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None

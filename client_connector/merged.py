@@ -1,0 +1,93 @@
+"""Base weights that contain an adapter: what each row needs from the server then.
+
+A row of the merged adapter needs nothing. Any other row, the base model's too, gets minus the merged adapter's delta.
+"""
+
+from __future__ import annotations
+
+import time
+
+from client_connector.client import Client
+from client_connector.session import Session
+from lora_server.errors import ConfigError, GeometryMismatchError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.merged import MERGED, MergedRecord, find_merged
+from lora_server.spec import ModelSpec
+from lora_server.wire.terms import Held
+
+LOOK_SECONDS = 0.5  # for a server to say which version is current
+Segments = tuple[tuple[Held, float], ...]
+
+
+def row_segments(held: Held | None, merged: Held | None) -> Segments:
+    """Return the segments of a row of adapter `held` (None: the base model) over weights that contain `merged`."""
+    own = () if held is None else ((held, 1.0),)
+    if merged is None or (held is not None and held.version == merged.version):
+        return own if merged is None else ()
+    return (*own, (merged, -1.0))
+
+
+def check_merged(record: MergedRecord, served: ModelSpec) -> None:
+    """Raise GeometryMismatchError if the weights were merged from another base model than the server's."""
+    if record.base_fingerprint != served.fingerprint():
+        raise GeometryMismatchError(
+            f"{MERGED}: {record.name} was merged into {record.base_model} ({record.base_fingerprint}), and the server "
+            f"serves {served.name} ({served.fingerprint()}): merge again, or start the server with that base model"
+        )
+
+
+def check_version(record: MergedRecord, held: Held) -> None:
+    """Raise ConfigError if the server's adapter of that name is not the version in the weights."""
+    if held.version != record.version:
+        raise ConfigError(
+            f"{MERGED}: the weights contain {record.name} {record.version[:12]}, and the server serves "
+            f"{held.version[:12]}: merge that version and start the engine on it, or update {record.name} back"
+        )
+
+
+def refuse_merged(directory: str, engine: str) -> None:
+    """Raise ConfigError if a model's weights contain an adapter, for an engine that cannot subtract it."""
+    record = find_merged(directory)
+    if record is not None:
+        raise ConfigError(
+            f"{directory}: got weights that contain {record.name}, expected a base model's; {engine} cannot serve "
+            "merged weights with the LoRA server yet: use the transformers connector, or the model before the merge"
+        )
+
+
+class MergedHold:
+    """Holds the merged version in a client's current session, as long as the client lives. One thread."""
+
+    def __init__(self, client: Client, record: MergedRecord) -> None:
+        """Acquire it. Raises GeometryMismatchError, ConfigError, UnknownAdapterError, ServerUnavailableError."""
+        self._client, self.record = client, record
+        self.in_weights = Held(record.name, 0, frozenset(), record.version)  # stands for rows without a step
+        self._session: Session | None = None
+        self._was_current = True
+        check_merged(record, client.terms.spec)
+        self.held(client.deadline())
+
+    def held(self, deadline: float) -> Held:
+        """Return it as it is held in the current session, which may be a new one."""
+        if self._session is not self._client.session:
+            (held,) = self._client.acquire([self.record.name], deadline)
+            try:
+                check_version(self.record, held)
+            except LoraServerError:
+                self._client.release([held])
+                raise
+            self._held, self._session = held, self._client.session
+        return self._held
+
+    def is_current(self) -> bool:
+        """Return whether the adapter's name means the version in the weights; while the server is away, whether it did.
+
+        Waits LOOK_SECONDS at most.
+        """
+        if self._client.lost() is None:
+            try:
+                held = self._client.session.acquire([self.record.name], time.monotonic() + LOOK_SECONDS)
+                self._client.release(held)
+                self._was_current = held[0].version == self.record.version
+            except (LeaseError, ServerUnavailableError):
+                pass
+        return self._was_current

@@ -1,0 +1,114 @@
+"""Base weights with a hot adapter in them: its rows need no server, all others are PEFT's, token by token."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from client_connector.transformers import attach
+from lora_server.adapters import validate_adapter
+from lora_server.demo import tiny
+from lora_server.demo.engine import Sequence, generate, load_model
+from lora_server.demo.inproc import InprocServer
+from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
+from lora_server.merge import Merge
+from lora_server.merged import MERGED
+from tests.support import alora
+from tests.support.workload import NEW_TOKENS, workload
+
+HOT = "fused"
+
+
+def merged_into(load, out, name=HOT):
+    adapter, version = validate_adapter(load.paths[name], load.spec)
+    with adapter:
+        Merge(load.base, adapter, version, name, out).run()
+    return out
+
+
+@contextlib.contextmanager
+def entries_of(lora):
+    """The entries of every message that is sent inside."""
+    sent = []
+    lora.observe(lambda times: sent.append(times.entries))
+    yield sent
+    lora.observe(None)
+
+
+@pytest.fixture(scope="module", params=tiny.KINDS)
+def load(request):
+    return workload(request.param)
+
+
+@pytest.fixture(scope="module")
+def merged(load, tmp_path_factory):
+    return load_model(merged_into(load, tmp_path_factory.mktemp("merged") / load.kind))
+
+
+@pytest.fixture(scope="module")
+def server(load):
+    with contextlib.closing(InprocServer(load.spec, load.paths, layout="ep2-pp2", max_step_rows=24)) as server:
+        yield server
+
+
+def test_tokens_of_hot_cold_and_base_rows_equal_peft(load, merged, server):
+    with attach(merged, server) as lora, lora.adapters(load.names):
+        load.check(generate(merged, load.batch, NEW_TOKENS))
+
+
+def test_outside_a_block_the_model_is_the_plain_base_model(load, merged, server):
+    base = [Sequence(one.prompt, None) for one in load.batch[:2]]
+    expected = [load.answer(None, one.prompt) for one in base]
+    with attach(merged, server):
+        assert [one.tokens for one in generate(merged, base, NEW_TOKENS)] == [one.tokens for one in expected]
+
+
+def test_hot_rows_send_nothing_and_a_share_of_0_8_sends_0_4_of_the_entries(load, merged, server):
+    hot, cold = [[Sequence(load.batch[0].prompt, name)] for name in (HOT, "all-cold")]
+    server.held["all-cold"] = replace(server.held[HOT], name="all-cold", version="another")
+    try:
+        with attach(merged, server) as lora:
+            with entries_of(lora) as sent, lora.adapters([HOT]):
+                generate(merged, hot, NEW_TOKENS)
+            assert sent == []
+            with entries_of(lora) as sent, lora.adapters([HOT] * 8 + ["all-cold"] * 2):
+                generate(merged, hot * 8 + cold * 2, NEW_TOKENS)
+        with (
+            attach(load.model, server) as lora,
+            entries_of(lora) as unmerged,
+            lora.adapters([HOT] * 8 + ["all-cold"] * 2),
+        ):
+            generate(load.model, hot * 8 + cold * 2, NEW_TOKENS)
+    finally:
+        del server.held["all-cold"]
+    assert sum(sent) == 0.4 * sum(unmerged)
+
+
+def test_rows_before_an_invocation_are_the_base_models(tmp_path):
+    load = workload("llama")
+    paths = alora.make(load.model, tmp_path / "adapters")
+    case = alora.case(load.model, paths)
+    adapter, version = validate_adapter(paths["plain"], load.spec)
+    with adapter:
+        Merge(load.base, adapter, version, "plain", tmp_path / "out").run()
+    model = load_model(tmp_path / "out")
+    with contextlib.closing(InprocServer(load.spec, paths)) as server, attach(model, server) as lora:
+        with lora.adapters([sequence.adapter for sequence in case.batch]):
+            case.check(generate(model, case.batch, NEW_TOKENS))
+
+
+def test_weights_of_another_version_base_or_name_are_refused(tmp_path):
+    load = workload("llama")
+    out = merged_into(load, tmp_path / "out")
+    model, record = load_model(out), json.loads((out / MERGED).read_text())
+
+    def refused(error, match, **changes):
+        (out / MERGED).write_text(json.dumps(record | changes))
+        with contextlib.closing(InprocServer(load.spec, load.paths)) as server, pytest.raises(error, match=match):
+            attach(model, server)
+
+    refused(ConfigError, "the weights contain fused 000000, and the server serves", version="000000")
+    refused(GeometryMismatchError, "was merged into other", base_fingerprint="0" * 16, base_model="other")
+    refused(UnknownAdapterError, "'law'", name="law")
+    refused(ConfigError, "expected 3 bytes", files={"model.safetensors": 3})
