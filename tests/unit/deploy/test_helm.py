@@ -1,0 +1,204 @@
+"""The Helm chart, rendered by Helm's own library: its flags are the server's, its ports agree, its objects have the
+fields of Kubernetes' strict schemas, and bad values are refused."""
+
+import functools
+import re
+
+import pytest
+import yaml
+
+from lora_server import __version__
+from lora_server.config import load
+from lora_server.errors import ConfigError
+from lora_server.placement import Layout
+from lora_server.ports import DataPorts
+from tests.support.sources import ROOT
+from tests.support.typed import flags_of
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk of .[dev] is not installed")
+kubernetes = pytest.importorskip("kubernetes_validate.utils", reason="kubernetes-validate of .[dev] is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="kubernetes-validate of .[dev] is not installed")
+
+CHART = ROOT / "deploy/helm/lora-server"
+TRUSTED = {"model": {"preset": "mixtral-8x7b"}, "insecure": True}
+SECURE = {
+    "model": {"configMap": "mixtral"}, "tls": {"secret": "lora-tls", "name": "lora.example"},
+    "joinTokenSecret": "lora-join", "adaptersClaim": "adapters", "dataClaim": "registry",
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "tokenSecret": "viewer"},
+    "layout": "ep4-pp3", "nodes": 3, "ports": {"control": 7000, "http": 7001, "data": 7100},
+    "extraArgs": ["--wire=e4m3", "--coordination=leader", "--preload"], "imagePullSecrets": [{"name": "pull"}],
+    "nodeSelector": {"gpu": "yes"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+}  # fmt: skip
+BOTH = pytest.mark.parametrize("values", [TRUSTED, SECURE], ids=["trusted", "secure"])
+STRICT = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
+API = {
+    "Service": "core.v1.Service", "PodDisruptionBudget": "policy.v1.PodDisruptionBudget",
+    "NetworkPolicy": "networking.v1.NetworkPolicy",
+}  # fmt: skip
+LWS = {"replicas", "startupPolicy", "networkConfig", "leaderWorkerTemplate", "rolloutStrategy"}  # its v1, as of 0.9
+GROUP = {"size", "restartPolicy", "leaderTemplate", "workerTemplate", "subGroupPolicy", "volumeClaimTemplates"}
+
+
+@functools.cache
+def chart():
+    return helm.Chart.load(str(CHART))
+
+
+def render(values):
+    """Objects by kind; the chart has one of each."""
+    texts = chart().render(values, name="lora", namespace="ml").values()
+    found = [one for text in texts for one in yaml.safe_load_all(text) if one]
+    assert len({one["kind"] for one in found}) == len(found)
+    return {one["kind"]: one for one in found}
+
+
+def group(objects):
+    return objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+
+
+def pods(objects):
+    """Node 0's, and the other nodes'."""
+    return [group(objects)[f"{one}Template"] for one in ("leader", "worker")]
+
+
+def container(pod):
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+def flags(pod, rank, nodes):
+    """Settings by name, as the real command parses them, with the variables that Kubernetes and LWS would fill in."""
+    found = container(pod)
+    text = "\n".join(found["command"][1:] + found["args"])
+    given = {"LWS_GROUP_SIZE": str(nodes), "LWS_WORKER_INDEX": str(rank), "LWS_LEADER_ADDRESS": "lora-0.lora.ml"}
+    given["POD_IP"] = "10.0.0.1"
+    assert "POD_IP" in {one["name"] for one in found["env"]}
+    return flags_of(re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], text).split("\n"))
+
+
+@functools.cache
+def definitions():
+    return kubernetes.schema_contents(STRICT, "1.37.0")["$defs"]
+
+
+def check_fields(name, value):
+    schema = {"$ref": f"#/$defs/io.k8s.api.{name}", "$defs": definitions()}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+@BOTH
+def test_the_server_takes_the_command_of_every_node(values):
+    objects = render(values)
+    nodes = group(objects)["size"]
+    for rank, pod in enumerate(pods(objects)):
+        config = load(flags(pod, rank, nodes))
+        assert (config.nodes, config.node_rank, config.insecure) == (nodes, rank, values is TRUSTED)
+        assert config.require_tokens != config.insecure and config.advertise == "10.0.0.1"
+    assert str(config.controller).startswith("lora-0.lora.ml:")
+
+
+@BOTH
+def test_ports_agree_between_the_command_the_probes_the_service_and_the_policy(values):
+    objects = render(values)
+    leader, worker = pods(objects)
+    config = load(flags(leader, 0, group(objects)["size"]))
+    named = {one["name"]: one["containerPort"] for one in container(leader)["ports"]}
+    assert named == {"control": config.listen.port, "http": config.http.port}
+    assert container(worker)["ports"] == [{"name": "http", "containerPort": config.http.port}]
+    assert load(flags(worker, 1, 2)).controller.port == config.listen.port
+    for pod in (leader, worker):
+        for probe, path in (("startup", "livez"), ("liveness", "livez"), ("readiness", "readyz")):
+            asked = container(pod)[f"{probe}Probe"]["httpGet"]
+            assert asked == {"path": f"/{path}", "port": "http", "scheme": "HTTPS" if config.tls_cert else "HTTP"}
+    service = {one["name"]: (one["port"], one["targetPort"]) for one in objects["Service"]["spec"]["ports"]}
+    assert service == {name: (port, name) for name, port in named.items()}
+    opened = [
+        [range(port["port"], port.get("endPort", port["port"]) + 1) for port in rule["ports"]]
+        for rule in objects["NetworkPolicy"]["spec"]["ingress"]
+    ]
+    layout = Layout.parse(config.layout)
+    data = DataPorts(config.data_port_base, layout)
+    control, http = (range(port, port + 1) for port in (config.listen.port, config.http.port))
+    steps = range(data.data(0).number, data.data(layout.num_shards - 1).number + 1)
+    orders = range(data.orders(0).number, data.orders(layout.pp - 1).number + 1)
+    assert opened == [[control, orders], [control, steps], [http]]
+
+
+@BOTH
+def test_selectors_select_the_pods_that_they_mean(values):
+    objects = render(values)
+    leader, worker = (pod["metadata"]["labels"].items() for pod in pods(objects))
+    service = objects["Service"]["spec"]["selector"].items()
+    assert service <= leader and not service <= worker
+    everywhere = [objects["PodDisruptionBudget"]["spec"]["selector"], objects["NetworkPolicy"]["spec"]["podSelector"]]
+    assert all(one["matchLabels"].items() <= leader & worker for one in everywhere)
+    if "ServiceMonitor" in objects:
+        monitor = objects["ServiceMonitor"]["spec"]
+        assert monitor["selector"]["matchLabels"].items() <= objects["Service"]["metadata"]["labels"].items()
+        assert objects["Service"]["metadata"]["labels"][monitor["jobLabel"]] == "lora-server", "what alerts ask for"
+        assert monitor["endpoints"][0]["scheme"] == "https"
+
+
+@BOTH
+def test_objects_have_fields_that_kubernetes_knows(values):
+    objects = render(values)
+    assert set(API) < set(objects)
+    for kind, name in API.items():
+        check_fields(name, objects[kind])
+    for pod in pods(objects):
+        check_fields("core.v1.PodTemplateSpec", pod)
+    spec = objects["LeaderWorkerSet"]["spec"]
+    assert set(spec) <= LWS and set(group(objects)) <= GROUP
+    assert (spec["startupPolicy"], group(objects)["restartPolicy"]) == ("LeaderCreated", "None")
+    with pytest.raises(jsonschema.ValidationError):
+        check_fields("core.v1.PodTemplateSpec", {"spec": {"container": []}})
+
+
+@BOTH
+def test_pods_are_not_root_and_write_to_volumes_alone(values):
+    for pod in pods(render(values)):
+        spec, one = pod["spec"], container(pod)
+        assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
+        assert one["securityContext"]["readOnlyRootFilesystem"]
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        mounts = {mount["name"]: mount for mount in one["volumeMounts"]}
+        assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+        assert {name for name, mount in mounts.items() if not mount.get("readOnly")} == {"data", "tmp"}
+        paths = re.findall(r"=(/\S+)", "\n".join(one["args"]))
+        assert all(path.startswith(tuple(mount["mountPath"] for mount in one["volumeMounts"])) for path in paths)
+        assert not spec["enableServiceLinks"], "variables of Services begin with LORA_SERVER_"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"insecure": False},
+        {"insecure": False, "tls": {"secret": "lora-tls"}},
+        {"model": {"preset": ""}},
+        {"model": {"preset": "mixtral-8x7b", "configMap": "mixtral"}},
+        {"layout": "ep2"},
+        {"nodes": 0},
+        {"ports": {"control": 70000}},
+        {"ports": {"data": 40000}},
+        {"extraArgs": ["--wire e4m3"]},
+        {"replicas": 2},
+        {"adaptersClaim": "no_such_name"},
+        {"networkPolicy": {"engines": []}},  # which would let in every pod
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(bad):
+    with pytest.raises(helm.HelmError):
+        chart().render(TRUSTED | bad, name="lora", namespace="ml")
+
+
+def test_more_nodes_than_shards_are_refused_by_the_server():
+    objects = render(TRUSTED | {"nodes": 5})
+    with pytest.raises(ConfigError, match="at most 4"):
+        load(flags(pods(objects)[0], 0, 5))
+
+
+def test_the_chart_is_without_fault_and_of_this_version():
+    report = helm.lint(str(CHART), TRUSTED, strict=True)
+    assert report["errors"] == [] and {one["error"] for one in report["messages"]} == {"icon is recommended"}
+    assert chart().metadata["appVersion"] == __version__
