@@ -14,6 +14,7 @@ from provisioning.plan.candidates import accepted
 from provisioning.plan.question import Scenario
 
 _MOST_TIMES = 8  # as many instances as the base model alone needs
+_EACH = 16
 
 
 def sized(scenario: Scenario) -> Scenario:
@@ -52,11 +53,16 @@ def base_instances(scenario: Scenario) -> int:
 
 
 def _first_accepted(scenario: Scenario, fewest: int) -> int | None:
-    """Find, by doubling and bisection, the first number of instances with which there is a plan."""
+    """Find, by doubling and bisection, the first number of instances with which there is a plan.
+
+    More instances are less loaded but share the server, so the numbers that have a plan are a span, which doubling may
+    step over: where it finds none, each of the first numbers is tried.
+    """
     low, high = fewest - 1, fewest
     while not _server(scenario, high):
         if high >= _MOST_TIMES * fewest:
-            return None
+            few = range(fewest, min(_MOST_TIMES * fewest, _EACH) + 1)
+            return next((number for number in few if _server(scenario, number)), None)
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

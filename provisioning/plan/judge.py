@@ -37,6 +37,7 @@ class Verdict:
     """Verdict on one system; `ttft_s` and `by_adapter` of all measured requests.
 
     `target` is the share of requests to be within the TTFT SLO, `iar` the share to be admitted at once, if asked for.
+    `worst_window` of a trace: its start in s, and the share of its requests within the TTFT SLO.
     """
 
     immediate: Estimate
@@ -47,6 +48,7 @@ class Verdict:
     requests_per_seed: int
     target: float
     iar: float | None
+    worst_window: tuple[float, float] | None
     ttft_s: Floats = field(repr=False)
     by_adapter: Floats = field(repr=False)  # requests, and those within the TTFT SLO
 
@@ -107,12 +109,14 @@ def judge(
     slo_s: float | Floats = scenario.slo.ttft_us * 1e-6
     if scenario.classes:
         slo_s = ttft_s_of(scenario.classes, scenario.workload.num_adapters)
-    num, in_time_2N = 0, np.zeros((2, scenario.workload.num_adapters))
+    worst_window, num, in_time_2N = None, 0, np.zeros((2, scenario.workload.num_adapters))
     while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(scenario, rows)):
         say(f"run {len(rows) + 1}")
         outcome = run(played(scenario, step_us, seed=len(rows)), system)
         kept = parts(outcome)
         num = outcome.ttft_s[kept[0]].size
+        if not rows:
+            worst_window = _worst_window(scenario, outcome)
         ttft_s.append(outcome.ttft_s[kept[0]])
         in_time_2N += in_time(outcome, kept[0], slo_s)
         rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
@@ -129,6 +133,7 @@ def judge(
         requests_per_seed=num,
         target=scenario.slo.share,
         iar=scenario.iar_target if scenario.iar_asked else None,
+        worst_window=worst_window,
         ttft_s=np.concatenate(ttft_s),
         by_adapter=in_time_2N,
     )
@@ -142,6 +147,19 @@ def _row(scenario: Scenario, outcome: SimulationResult, part: slice | Ints) -> _
         float((ttft_s <= slo_s).mean()),
         adapters_within(outcome, part, slo_s),
     )
+
+
+def _worst_window(scenario: Scenario, outcome: SimulationResult) -> tuple[float, float] | None:
+    """Find the window in which the very trace is served worst; None where no trace is replayed as a whole."""
+    trace, over_time = scenario.workload.trace, scenario.workload.over_time
+    if trace is None or over_time is None or len(trace) != len(outcome.requests):
+        return None
+    met = outcome.ttft_s <= scenario.slo.ttft_us * 1e-6
+    window = ((trace.arrival_s - trace.arrival_s[0]) // over_time.window_s).astype(int)
+    calls_W = np.bincount(window)
+    share_W = np.where(calls_W >= _FEW_CALLS, np.bincount(window, met) / np.maximum(calls_W, 1), 1.0)
+    worst = int(np.argmin(share_W))
+    return worst * over_time.window_s, float(share_W[worst])
 
 
 def _worst(rows: list[_Row]) -> _Row:
@@ -175,6 +193,9 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "interval": [verdict.immediate.low, verdict.immediate.high],
         "target": verdict.target,
         "iar_asked": verdict.iar,
+        "worst_window": None
+        if verdict.worst_window is None
+        else dict(zip(("start_s", "share_within_ttft_slo"), verdict.worst_window, strict=True)),
         "holds_target": verdict.holds,
         "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
         "share_within_ttft_slo": estimate_json(verdict.within_ttft),

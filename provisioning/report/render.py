@@ -115,6 +115,13 @@ def load_over_time(result: Result) -> Iterator[str]:
     else:
         since = words.moment(found.start_s)
         yield f"Sized for its peak, {most}: {width} from {since} after its start (--window)."
+    verdict = result.verified.verdict
+    if verdict is not None and verdict.worst_window is not None:
+        start_s, share = verdict.worst_window
+        yield (
+            f"Served worst for {width} from {words.moment(start_s)} after its start: {share:.1%} within the TTFT SLO. "
+            "Intervals are of this trace, begun elsewhere: another day may be fuller or call other adapters together."
+        )
 
 
 def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:

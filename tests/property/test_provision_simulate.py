@@ -156,7 +156,7 @@ def verdict(holds):
     sure = Estimate(mean=holds, low=holds, high=holds)
     return Verdict(
         immediate=sure, ttft_s_at_percentile=sure, within_ttft=sure, adapters_within_slo=sure, seeds=5,
-        requests_per_seed=1, target=0.95, iar=None, ttft_s=np.zeros(1), by_adapter=np.zeros((2, 1)),
+        requests_per_seed=1, target=0.95, iar=None, worst_window=None, ttft_s=np.zeros(1), by_adapter=np.zeros((2, 1)),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import compare
 from provisioning.plan.flags import PlanFlags
-from provisioning.plan.instances import sized
+from provisioning.plan.instances import base_instances, sized
 from provisioning.plan.judge import played
 from provisioning.plan.scenario import scenario
 from provisioning.plan.sensitivity import sensitivity
@@ -47,6 +47,37 @@ def test_a_looser_slo_never_buys_gpus():
     slos = [f"ttft_p95=250ms,tpot_avg={ms}ms" for ms in (50, 100, 200)]
     counts = [gpus_in_all(MIXTRAL | {"slo": slo, "request_rate": 20.0}) for slo in slos]
     assert counts == sorted(counts, reverse=True) and counts[0] <= 10
+
+
+SMALL = {
+    "model": ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"], "gpu": ["h100", "hopper-96", "l40s"],
+    "lora_rank": [16, 64], "adapters": [40, 1000], "zipf": [0.6, 1.4],
+    "request_rate": [5.0, 20.0, 60.0], "prefill": ["apart", "shared"],
+    "transport": ["nvshmem", "gpu", "tcp"], "eq6": ["stage", "printed"], "slo": [SLO, "ttft_p99=1s,tpot_avg=200ms"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))])
+def test_no_other_number_of_instances_takes_fewer_gpus(seed):
+    rng = random.Random(seed)
+    flags = {"slo": SLO} | {name: rng.choice(values) for name, values in SMALL.items()}
+    asked = scenario(PlanFlags(**flags, max_gpus=16))
+    first, each, fewest = base_instances(asked), asked.model.instance_gpus, None
+    for instances in range(first, 8 * first + 1):
+        found = smallest(replace(asked, instances=instances, free_instances=False)).chosen
+        fewest = min(filter(None, (fewest, found and found.all_gpus)), default=None)
+        if fewest is not None and instances * each >= fewest:
+            break
+    found = smallest(sized(asked)).chosen
+    assert (found and found.all_gpus) == fewest
+
+
+def test_a_number_of_instances_that_doubling_steps_over_is_found():
+    flags = {"slo": "ttft_p99=1s,tpot_avg=200ms", "model": "qwen3-30b-a3b", "gpu": "h200", "lora_rank": 256}
+    flags |= {"zipf": 0.0, "adapters": 3000, "request_rate": 60.0, "mean_output_tokens": 64.0, "link_gbps": 50.0}
+    found = sized(scenario(PlanFlags(**flags, transport="tcp", eq6="printed", **DECODING)))
+    kept = [bool(smallest(replace(found, instances=number)).chosen) for number in (1, 2, 3, 4)]
+    assert kept == [False, False, True, False] and found.instances == 3
 
 
 def test_given_instances_and_batches_are_kept_to():

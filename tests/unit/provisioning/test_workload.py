@@ -14,7 +14,7 @@ from provisioning.plan.flags import PlanFlags
 from provisioning.plan.judge import judge, played
 from provisioning.plan.scenario import scenario, workload
 from provisioning.plan.verify import disaggregated, verify
-from provisioning.report import charts, render
+from provisioning.report import charts, render, words
 from provisioning.report.document import document
 from provisioning.report.result import answer
 from provisioning.simulation.run import run
@@ -323,6 +323,20 @@ def test_what_is_emitted_is_the_load_and_reads_back(tmp_path):
     served = [line for line in lines if "vllm serve" in line]
     assert len(served) == 2 and "--port 8000" in served[0] and "--port 8001" in served[1]
     assert "layout: " in (tmp_path / "out" / "plan.yaml").read_text()
+
+
+def test_the_window_of_a_trace_that_is_served_worst_is_named(tmp_path):
+    """A tenth of the time, as busy as the rest, calls 60 adapters in place of one."""
+    rows = [f"{index * 0.05:.2f},a{index % 60 if 1500 <= index < 1800 else 0},100,100" for index in range(3000)]
+    (tmp_path / "t.csv").write_text("timestamp,adapter,input_tokens,output_tokens\n" + "\n".join(rows))
+    asked = question(trace=tmp_path / "t.csv", adapters=None, instances=None, batch_size=None)
+    result = answer(asked, seeds=0)
+    few = replace(disaggregated(result.candidate), cache_slots=5)
+    verdict = judge(asked, few, result.candidate.mean_step_us, 2)
+    start_s, share = verdict.worst_window
+    assert 50 <= start_s <= 90 and share < 0.6
+    said = render.load_over_time(replace(result, verified=replace(result.verified, verdict=verdict)))
+    assert any(f"from {words.moment(start_s)} after its start: {share:.1%} within" in line for line in said)
 
 
 def test_the_worst_served_are_named(tmp_path):
