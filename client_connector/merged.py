@@ -10,7 +10,7 @@ import time
 from client_connector.client import Client
 from client_connector.session import Session
 from lora_server.errors import ConfigError, GeometryMismatchError, LeaseError, LoraServerError, ServerUnavailableError
-from lora_server.merged import MERGED, MergedRecord, find_merged
+from lora_server.merged import MERGED, MergedRecord
 from lora_server.spec import ModelSpec
 from lora_server.wire.terms import Held
 
@@ -41,16 +41,6 @@ def check_version(record: MergedRecord, held: Held) -> None:
         raise ConfigError(
             f"{MERGED}: the weights contain {record.name} {record.version[:12]}, and the server serves "
             f"{held.version[:12]}: merge that version and start the engine on it, or update {record.name} back"
-        )
-
-
-def refuse_merged(directory: str, engine: str) -> None:
-    """Raise ConfigError if a model's weights contain an adapter, for an engine that cannot subtract it."""
-    record = find_merged(directory)
-    if record is not None:
-        raise ConfigError(
-            f"{directory}: got weights that contain {record.name}, expected a base model's; {engine} cannot serve "
-            "merged weights with the LoRA server yet: use the transformers connector, or the model before the merge"
         )
 
 

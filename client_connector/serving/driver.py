@@ -45,7 +45,7 @@ class RequestDriver:
             request.state, actions, released = before.after(event, held=held, failure=failure, deadline=deadline)
             if request.state.phase is not before.phase:
                 request.waits.enter(request.state.phase)
-            if released is not None and request.ticket is not None:
+            if released is not None and request.ticket is not None and not request.is_base:
                 request.ticket.session.release([released.handle], waits=False)
             if Action.NEW_TICKET in actions:
                 request.ticket = None

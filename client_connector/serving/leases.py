@@ -21,14 +21,17 @@ from client_connector.serving.request_state import Event, Phase, RequestState
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import Settings, tenant_and_name
 from lora_server import telemetry
+from lora_server.merged import MergedRecord
 
 
 class AdapterLeases:
     """Thread-safe. `tokenize` turns a legacy invocation string into tokens. The engine tells `pace` of its passes."""
 
-    def __init__(self, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
-        """Join the server; raises what SchedulerSession raises."""
-        self._session = SchedulerSession(settings)
+    def __init__(
+        self, settings: Settings, tokenize: Callable[[str], Sequence[int]], record: MergedRecord | None = None
+    ) -> None:
+        """Join the server; raises what SchedulerSession raises. `record`: what is merged into the engine's weights."""
+        self._session, self._record = SchedulerSession(settings, record), record
         self._driver = RequestDriver(self._session, settings, tokenize)
         self.pace = PassPace()
         self._requests: dict[str, AdapterRequest] = {}
@@ -46,7 +49,21 @@ class AdapterLeases:
         see settings.tenant_and_name; `trace`: headers of the request's span.
         """
         tenant, own = tenant_and_name(name)
-        request = AdapterRequest(request_id, own, tenant, prompt, trace, pace=self.pace.of(len(prompt or ())))
+        pace = self.pace.of(len(prompt or ()))
+        return self._begin(AdapterRequest(request_id, own, tenant, prompt, trace, pace=pace), name, trace)
+
+    def hold_base(self, request_id: str, trace: Mapping[str, str] | None = None) -> None:
+        """Take a new request of the base model: if an adapter is merged into the weights, its rows need the server."""
+        if self._record is not None:
+            request = AdapterRequest(request_id, self._record.name, trace=trace, is_base=True)
+            self._begin(request, "", trace)
+
+    def is_in_weights(self, version: str) -> bool:
+        """Return whether an adapter of this version is merged into the weights: its requests need no server."""
+        return self._record is not None and version == self._record.version
+
+    def _begin(self, request: AdapterRequest, name: str, trace: Mapping[str, str] | None) -> RequestState:
+        request_id = request.request_id
         with telemetry.begun("lora.acquire", trace, request=request_id, adapters=name) as end:
             self._driver.begin(request, end)
         with self._lock:
@@ -124,21 +141,32 @@ class AdapterLeases:
     def plan(self, scheduled: Collection[str]) -> StepPlan:
         """Plan a step of these requests. A request without a held adapter gets no rows: it is void, or has failed."""
         requests = {name: self._requests[name] for name in scheduled if name in self._requests}
+        base = [name for name, request in requests.items() if request.state.falls_back and self._record is not None]
         requests = {name: request for name, request in requests.items() if request.state.failure is None}
         if requests:
             self._session.check()
         for request in requests.values():
             self._driver.resume(request, waits=True)
         session = self._session.current
+        merged = self._session.merged_in(session)
+        if merged is None and self._record is not None:
+            return StepPlan(void=(*requests, *base))
         held = {name: one for name, request in requests.items() if (one := request.held_in(session)) is not None}
-        rows = {name: Assigned(one.handle, requests[name].state.start) for name, one in held.items()}
-        for name in rows:
+        rows = {
+            name: Assigned(one.handle, requests[name].state.start, requests[name].is_base) for name, one in held.items()
+        }
+        if merged is not None:
+            rows |= {name: Assigned(merged.handle, 0, True) for name in base}
+        for name in held:
             requests[name].waits.scheduled()
         void = tuple(name for name in requests if name not in rows and requests[name].state.failure is None)
         known = self._known[1] if self._known[0] is session else frozenset()
         with self._lock:
             in_use = {one.handle for request in self._requests.values() if (one := request.held_in(session))}
         now = {one.handle: one for one in held.values()}
+        if merged is not None:
+            in_use, now = in_use | {merged.handle}, now | {merged.handle: merged}
         self._known = session, (known & in_use) | now.keys()
         new = tuple(one for handle, one in now.items() if handle not in known)
-        return StepPlan(session.terms.server, rows, new, tuple(known - in_use), session.proof, void)
+        gone, subtracted = tuple(known - in_use), 0 if merged is None else merged.handle
+        return StepPlan(session.terms.server, rows, new, gone, session.proof, void, subtracted)

@@ -33,16 +33,21 @@ PASSING = (
 
 
 class Assigned(NamedTuple):
-    """A request's adapter; rows of positions before `start` are the base model's."""
+    """A request's adapter; rows of positions before `start` are the base model's.
+
+    `is_base`: all rows are, and `handle` is what is merged into its weights.
+    """
 
     handle: int
     start: int
+    is_base: bool = False
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """A plan, pickled with the step. `new`: adapters that workers do not know; `gone`: those they may forget; `holder`:
     proof of the lease that holds them. `void`: requests that lost their adapter; their results are discarded.
+    `merged`: the adapter in the base weights; 0: none.
 
     Handles belong to one run of the server; workers with a session of another run must not use them.
     """
@@ -53,6 +58,7 @@ class StepPlan:
     gone: tuple[int, ...] = ()
     holder: Proof | None = None
     void: tuple[str, ...] = ()
+    merged: int = 0
 
 
 NO_PLAN = StepPlan()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from client_connector.client import Client
+from client_connector.merged import row_segments
 from client_connector.reconnect import Reconnector
 from client_connector.routing import Batch, Run
 from client_connector.serving.plan import NO_PLAN, Failure, StepPlan
@@ -124,15 +125,18 @@ class PlannedPass:
         self, plan: StepPlan, req_ids: Sequence[str], counts: Sequence[int], computed: Sequence[int]
     ) -> tuple[list[Run], bool]:
         runs: list[Run] = []
+        merged = self._held(plan.merged) if plan.merged else None
         first, decode = 0, True
         for req_id, count, position in zip(req_ids, counts, computed, strict=True):
             assigned = plan.rows.get(req_id)
             if assigned is not None:
                 skipped = min(max(assigned.start - int(position), 0), int(count))
-                runs.append(Run.of(self._held(assigned.handle), first + skipped, int(count) - skipped))
+                held = None if assigned.is_base else self._held(assigned.handle)
+                runs.append(Run(row_segments(None, merged), first, skipped))
+                runs.append(Run(row_segments(held, merged), first + skipped, int(count) - skipped))
                 decode = decode and count == 1
             first += int(count)
-        return [run for run in runs if run.rows], decode
+        return [run for run in runs if run.rows and run.segments], decode
 
     def _held(self, handle: int) -> Held:
         if handle not in self._known:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from concurrent.futures import Future
 
 import structlog
 
 from client_connector.directory import AdapterDirectory
 from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
+from client_connector.merged import check_merged, check_version
 from client_connector.reconnect import Reconnector, while_away
 from client_connector.remote import RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
 from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.merged import MergedRecord
 from lora_server.wire.terms import Held
 
 CHECK_SECONDS = 1.0  # for a server to say whether a lease is good
@@ -27,9 +30,10 @@ class SchedulerSession:
     `current` is replaced when the session was lost; a handle is valid only in the session that issued it.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Join. Raises ServerUnavailableError, and ConfigError if a name of the base model hides an adapter."""
-        self._settings = settings
+    def __init__(self, settings: Settings, record: MergedRecord | None = None) -> None:
+        """Join, and hold what `record` says is merged into the weights. Raises ServerUnavailableError; ConfigError if a
+        name of the base model hides an adapter, or the server serves another version than the merged one."""
+        self._settings, self.record = settings, record
         self._server = RemoteServer(
             settings.address,
             settings.transport,
@@ -44,6 +48,12 @@ class SchedulerSession:
         if self.current.terms.hidden_adapters:
             self.current.leave()
             raise ConfigError(self._hidden())
+        self._merged: tuple[RemoteSession, Held] | None = None
+        try:
+            self._hold_merged()
+        except BaseException:
+            self.current.leave()
+            raise
         self._suspect = False  # a step failed: the lease may be gone
         self._reconnector = Reconnector(self._rejoin, "scheduler")
         self._directory = AdapterDirectory(settings.address, timings=settings.timings)
@@ -55,6 +65,27 @@ class SchedulerSession:
             "and requests for them would be answered by the base model; "
             "serve the base model under another name (vLLM: --served-model-name), or remove them"
         )
+
+    def _hold_merged(self) -> None:
+        """Hold the merged version in the current session, for as long as that lives."""
+        if self.record is None:
+            return
+        check_merged(self.record, self.current.terms.spec)
+        (held,) = self.current.acquire([self.record.name], time.monotonic() + self._settings.timeout_seconds)
+        check_version(self.record, held)
+        self._merged = self.current, held
+
+    def merged_in(self, session: RemoteSession) -> Held | None:
+        """Return the adapter in the weights, as it is held in a session; None without one, or while it is not held."""
+        return self._merged[1] if self._merged is not None and self._merged[0] is session else None
+
+    def _merged_for(self, request: AdapterRequest) -> Held | None:
+        """Return the answer to a request of the base model. Raises ServerUnavailableError for any request while the
+        adapter in the weights is not held."""
+        merged = self.merged_in(self.current)
+        if self.record is not None and merged is None:
+            raise self.away_error()
+        return merged if request.is_base else None
 
     # -- a request
 
@@ -75,6 +106,8 @@ class SchedulerSession:
 
     def _ask_once(self, request: AdapterRequest) -> list[Held] | QueuedAnswer | LoadingAnswer:
         session, number = self._ticket(request)
+        if (merged := self._merged_for(request)) is not None:
+            return [merged]
         with structlog.contextvars.bound_contextvars(request=request.request_id):
             return session.ask(number, [request.name], on_behalf_of=request.tenant, pace=request.pace)
 
@@ -83,6 +116,10 @@ class SchedulerSession:
         if self._is_lost():
             raise self.away_error()
         session, number = self._ticket(request)
+        if (merged := self._merged_for(request)) is not None:
+            answer: Answer = Future()
+            answer.set_result([merged])
+            return answer
         with structlog.contextvars.bound_contextvars(request=request.request_id):
             return session.ask_soon(number, [request.name], request.tenant, request.pace)
 
@@ -145,6 +182,7 @@ class SchedulerSession:
         except LeaseError:
             old, self.current = self.current, self._server.join(self._settings.timeout_seconds)
             old.leave()
+            self._hold_merged()
             if self.current.terms.hidden_adapters:  # requests of the base model are served all the same
                 log.error("adapters are hidden", error=self._hidden())
         self._suspect = False

@@ -24,6 +24,7 @@ from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 from lora_server.logs import Repeats
+from lora_server.merged import find_merged
 
 LEASES = "lora_server_leases"  # attribute of a Scheduler of ours
 BEGAN = "lora_server_began"  # attribute of a scheduler output: when it was made
@@ -73,7 +74,8 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, vllm_config, *args, **kwargs)
         found = of_engine(vllm_config)
         if found is not None and not hasattr(self, LEASES):
-            setattr(self, LEASES, AdapterLeases(found, tokenizer_of(vllm_config)))
+            record = find_merged(vllm_config.model_config.model)
+            setattr(self, LEASES, AdapterLeases(found, tokenizer_of(vllm_config), record))
             self.lora_server_ended = []
             self.lora_server_failed, self.lora_server_flagged = Repeats(log.error), Repeats(log.warning)
 
@@ -89,7 +91,9 @@ def _preprocess_add_request(original: Any, leases: AdapterLeases, self: Any, req
     """Ask for the adapter in the thread that receives requests. KV blocks are hashed under the version that the front
     end knows, until the answer says which it is."""
     asked = request.lora_request
-    if asked is not None:
+    if asked is None:
+        leases.hold_base(request.request_id, request.trace_headers)
+    elif not leases.is_in_weights(_version_in(asked)):
         state = leases.hold(request.request_id, asked.lora_name, request.prompt_token_ids, request.trace_headers)
         request.lora_request = _identified(asked, state)
     return original(request)
@@ -99,9 +103,14 @@ def _identified(asked: Any, state: RequestState) -> Any:
     """Name the adapter's version and where it begins to act: KV blocks are hashed under that."""
     if state.falls_back:
         return None
-    known = f"{KEY}:{asked.lora_name}@"
-    version = state.version or asked.lora_path.removeprefix(known).partition("#")[0]
-    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{known}{version}#{state.start}")
+    version = state.version or _version_in(asked)
+    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{KEY}:{asked.lora_name}@{version}#{state.start}")
+
+
+def _version_in(asked: Any) -> str:
+    """Return the version that the front end knows."""
+    version: str = asked.lora_path.removeprefix(f"{KEY}:{asked.lora_name}@").partition("#")[0]
+    return version
 
 
 def start_in(lora_path: str) -> int:

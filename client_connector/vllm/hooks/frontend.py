@@ -25,11 +25,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import AdapterDirectory
 from client_connector.events import EventFollower
-from client_connector.merged import refuse_merged
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
-from client_connector.serving.settings import ADDRESS, KEY, Settings, tenant_and_name
+from client_connector.serving.settings import ADDRESS, BASE_MODEL, ERROR, KEY, Settings, tenant_and_name
 from client_connector.serving.tenants import CALLER
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.hooks import Wrap, ours
@@ -41,6 +40,7 @@ from lora_server.errors import (
     ServerUnavailableError,
     UnknownAdapterError,
 )
+from lora_server.merged import find_merged
 from lora_server.wire.credentials import Credentials
 
 # at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
@@ -67,7 +67,7 @@ def install(wrap: Wrap) -> None:
 
 def configure(args: Any, found: Settings) -> None:
     """Enable LoRA without a limit, in the model runner that we support; store the settings in the engine's config."""
-    refuse_merged(args.model, "vLLM")
+    _check_merged(args.model, found)
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None
@@ -78,6 +78,23 @@ def configure(args: Any, found: Settings) -> None:
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
     if current_platform.is_cuda_alike() and not args.enforce_eager and not found.is_launched:
         split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _check_merged(model: str, found: Settings) -> None:
+    """Raise ConfigError for settings that cannot be with an adapter merged into the weights."""
+    record = find_merged(model)
+    if record is None:
+        return
+    if found.on_failure == BASE_MODEL:
+        raise ConfigError(
+            f"on_failure: got {BASE_MODEL} with weights that contain {record.name}, expected {ERROR}: rows of the base "
+            "model need the server, too"
+        )
+    if found.is_launched:
+        raise ConfigError(
+            f"transport {found.transport}: got weights that contain {record.name}, whose other rows have two adapters "
+            "each, expected a base model's; use auto"
+        )
 
 
 def served_names(args: Any) -> tuple[str, ...]:
@@ -112,6 +129,9 @@ def _init(original: Any) -> Callable[..., Any]:
             lookup = Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)
             setattr(self, LOOKUP, lookup)
             self.lora_server_added = set()  # names that this engine's API brought to the server
+            record = find_merged(engine_client.vllm_config.model_config.model)
+            if record is not None:
+                _listed(self, record.name, record.version)  # it is answered also if the server was never seen
 
     return init
 
