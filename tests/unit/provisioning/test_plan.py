@@ -57,7 +57,11 @@ def test_every_table_3_model_has_a_plan_that_its_simulation_bears_out(model, ran
     assert latency["recv"] + latency["compute"] + latency["send"] == pytest.approx(latency["total"])
     assert latency["total"] <= latency["budget"]
     simulation = plan["simulation"]
-    assert simulation["seeds"] >= 5 and simulation["holds_target"] and simulation["interval"][0] >= 0.95
+    assert (
+        simulation["seeds"] >= 5
+        and simulation["holds_target"]
+        and simulation["share_within_ttft_slo"]["interval"][0] >= 0.95
+    )
     assert simulation["refuted"] == [] and not simulation["below_model"]
     if plan["gpus"] > 1:
         assert simulation["refuted_below"][0]["gpus"] == plan["gpus"] - 1
@@ -185,7 +189,7 @@ def test_a_refuted_plan_gets_more_gpus_and_says_so():
     assert verified.refuted[0].candidate.gpus == first.chosen.gpus
     if verified.choice.chosen is not None:
         assert verified.choice.chosen.gpus > first.chosen.gpus
-        assert verified.verdict.immediate.low >= 0.95
+        assert verified.verdict.within_ttft.low >= 0.95
         assert verified.choice.binding == "simulation"
 
 
@@ -200,7 +204,11 @@ def test_the_simulation_goes_below_a_model_that_is_too_pessimistic():
     plan = json.loads(outcome.stdout)
     simulation = plan["simulation"]
     assert plan["gpus"] == 1 and plan["cache_slots"] < plan["min_cache_slots"] and plan["iar"] < 0.95
-    assert simulation["interval"][0] >= 0.95 and simulation["below_model"] and simulation["refuted"] == []
+    assert (
+        simulation["share_within_ttft_slo"]["interval"][0] >= 0.95
+        and simulation["below_model"]
+        and simulation["refuted"] == []
+    )
     assert simulation["model_gpus"] == 2 and simulation["gpus_saved"] == 1 and simulation["gpus_added"] == 0
     assert plan["binding_constraint"] == "cache" and plan["load_headroom"] is None
 
