@@ -92,6 +92,7 @@ def _compared(context: typer.Context, budget: int | None, sizes: str | None, say
         rates=tuple(asked.request_rate * factor for factor in _FACTORS),
         asked=len(_FACTORS) // 2,
         fronts=found,
+        hottest=float(asked.workload.in_flight.max()),
         budget=budget,
         within=within,
         price_per_gpu_hour=None if price is None else positive(price, "--price-per-gpu-hour"),
@@ -140,5 +141,5 @@ def _print(found: Comparison) -> None:
     for pick in fronts.chosen(found):
         picks.add_row(*pick)
     on.print(picks)
-    for note in fronts.NOTES:
+    for note in found.notes:
         on.print(note)

@@ -32,6 +32,7 @@ class Comparison:
     rates: tuple[float, ...]
     asked: int
     fronts: dict[str, list[Point | None]]
+    hottest: float  # share of the hottest adapter of the requests in flight
     budget: int | None = None
     within: dict[str, Point | None] | None = None
     price_per_gpu_hour: float | None = None
@@ -56,9 +57,21 @@ class Comparison:
         gpus, rate = words.count(least, "GPU"), words.number(self.rates[self.asked])
         return f"Cheapest for {rate} requests/s: {lines}, {gpus}{cost}."
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on all lines, and whether the hottest adapter pays in the base weights of every instance."""
+        entries = 2 * (1 - self.hottest)
+        wins = "pays" if entries < 1 else "does not pay"
+        merge = (
+            f"lora-server merge {wins} here: with the hottest adapter, {self.hottest:.0%} of the requests, in the base "
+            f"weights of every instance, a row with an adapter costs the server {entries:.2f} entries; above 50 % it "
+            "is less than 1."
+        )
+        return (*NOTES[:-1], merge, NOTES[-1])
+
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
-        return {"answer": self.answer, **asdict(self), "notes": list(NOTES)}
+        return {"answer": self.answer, **asdict(self), "notes": list(self.notes)}
 
 
 def rows(found: Comparison) -> Iterator[tuple[str, ...]]:
@@ -112,6 +125,6 @@ def html(found: Comparison) -> str:
         table(("requests/s", *lines), rows(found)),
         "<h2>What they are</h2>",
         table(HEADINGS, chosen(found)),
-        *(f'<p class="note">{escape(note)}</p>' for note in NOTES),
+        *(f'<p class="note">{escape(note)}</p>' for note in found.notes),
     ]
     return page(f"{found.answer} {found.question}", body)

@@ -24,6 +24,7 @@ from provisioning.plan import fronts
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.scenario import scenario
 from provisioning.report import words
+from provisioning.report.fronts import Comparison
 from provisioning.simulation.measure import Estimate
 from tests.support.doc_commands import SHELL, blocks
 from tests.support.provision import ASKED, QWEN, SLO, provision, typed
@@ -205,6 +206,12 @@ def test_every_line_of_a_comparison(tmp_path):
     assert f", {min(one[4] for one in gpus.values())} GPUs" in said["answer"]
     assert plot.read_text().startswith("<?xml") and "disaggregated" in report.read_text()
     assert "`provision glossary`" in provision("compare", *typed(**COMPARED, zipf=1)).output
+
+
+@pytest.mark.parametrize(("hottest", "said"), [(0.24, "does not pay here"), (0.8, "pays here")])
+def test_a_comparison_says_whether_a_merge_pays(hottest, said):
+    found = Comparison(question="", command="", date="", rates=(1.0,), asked=0, fronts={}, hottest=hottest)
+    assert any(f"lora-server merge {said}" in note and f"{2 - 2 * hottest:.2f} entries" in note for note in found.notes)
 
 
 @pytest.mark.long
