@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import structlog
 
 Format = Literal["auto", "console", "json"]
+_refusal: ContextVar[threading.Event | None] = ContextVar("refusal", default=None)
 
 
 def configure(level: int = logging.INFO, form: Format = "auto") -> None:
@@ -36,6 +40,23 @@ def bind_tenant(tenant: str) -> None:
     """Add the tenant to every line of the running call; no-op if it is empty."""
     if tenant:
         structlog.contextvars.bind_contextvars(tenant=tenant)
+
+
+@contextlib.contextmanager
+def one_refusal() -> Iterator[threading.Event]:
+    """Yield what `refusal_written` sets, from any thread that works for the block's call."""
+    written = threading.Event()
+    token = _refusal.set(written)
+    try:
+        yield written
+    finally:
+        _refusal.reset(token)
+
+
+def refusal_written() -> None:
+    """Note that the log has a line of the running call's refusal; a second one would say the same."""
+    if (written := _refusal.get()) is not None:
+        written.set()
 
 
 def request_id() -> str:

@@ -18,7 +18,7 @@ from lora_server.access.identity import Identity
 from lora_server.access.limits import Bucket
 from lora_server.access.tables import audit
 from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError, UnauthenticatedError
-from lora_server.logs import Repeats
+from lora_server.logs import Repeats, refusal_written
 from lora_server.registry.database import Database
 from lora_server.timings import Timings
 
@@ -81,6 +81,8 @@ class Audit:
                     self._left_out = 0
             self._waiting.append(entry)
         log.info("audit", **{name: value for name, value in entry.items() if name != "at"})
+        if error is not None:
+            refusal_written()
 
     def flush(self, seconds: float = Timings.audit) -> None:
         """Write the entries that wait, for about `seconds`. Raises nothing: entries that the database does not take now

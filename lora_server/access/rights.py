@@ -73,7 +73,7 @@ RIGHTS: dict[str, Right] = {
     "Shards/Read": _PUBLIC,
     "Health/Check": _PUBLIC,  # yes or no
     "/livez": _PUBLIC,
-    "/readyz": _PUBLIC,  # yes or no; the reason needs a token
+    "/readyz": _PUBLIC,  # yes, or why not; the names in it need a token
     "/metrics": _WATCH,
     "/status.json": _WATCH,
     "/": _PUBLIC,  # the page without anything on it

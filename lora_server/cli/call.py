@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ def run(command: Callable[[], None]) -> None:
 
 def ask(server: str, service: str, method: str, request: Any, seconds: float = 10.0) -> Any:
     """Return the reply. Raises the server's error, or ServerUnavailableError."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say is in the error
     from lora_server.wire import lora_server_pb2_grpc as rpc
     from lora_server.wire.rpc import call, open_channel
 

@@ -21,7 +21,6 @@ from lora_server.cli.tenants import app as tenants_app
 from lora_server.cli.tokens import app as tokens_app
 from lora_server.config import ServeConfig, load
 from lora_server.config.groups import ESSENTIAL, GROUPS
-from lora_server.errors import LoraServerError
 from lora_server.flags import GroupedCommand, flags_of, show_all_flags
 
 HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
@@ -81,9 +80,7 @@ def serve(
         limit_threads(settings.threads)
         from lora_server.daemon.node import serve as serve_node
 
-        failure = serve_node(settings)
-        if failure:
-            raise LoraServerError(failure)
+        serve_node(settings)
 
     run(command)
 

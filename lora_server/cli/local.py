@@ -31,7 +31,7 @@ def ask_access(server: str, data_dir: Path | None, registry: str, method: str, r
     if data_dir is None and not registry:
         return ask(server, "Access", method, request)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, and this writes log lines
-        return _ask_database(registry or _file_of(data_dir), method, request)
+        return _ask_database(registry or _file_of(data_dir, method == "CreateToken"), method, request)
 
 
 def _ask_database(url: str, method: str, request: Any) -> Any:
@@ -58,10 +58,14 @@ def _ask_database(url: str, method: str, request: Any) -> Any:
         database.close()
 
 
-def _file_of(data_dir: Path | None) -> str:
+def _file_of(data_dir: Path | None, makes: bool) -> str:
+    """Return the URL of a data directory's database. `makes`: make the directory, before a server's first start."""
     from lora_server.errors import ConfigError
     from lora_server.registry.database import FILE
 
+    if makes and data_dir is not None:
+        with contextlib.suppress(OSError):  # the error below says it
+            data_dir.mkdir(parents=True, exist_ok=True)
     if data_dir is None or not data_dir.is_dir():
         raise ConfigError(f"--data-dir {data_dir}: got no directory, expected that of lora-server serve")
     return f"sqlite:///{(data_dir / FILE).resolve()}"

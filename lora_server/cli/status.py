@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,7 +95,9 @@ def _table(console: Console, columns: tuple[str, ...], rows: list[list[str]], wr
 def _work(row: pb.ShardStatus) -> list[str]:
     numbers = row.restarts, row.stats.steps, row.stats.failed
     place = [str(number) for number in (row.shard, row.stage, row.ep_rank)]
-    return [*place, row.state, str(row.node), str(row.pid or "-"), *map(count, numbers)]
+    known = bool(row.pid or row.lost_since)
+    since = time.strftime(" since %H:%M", time.localtime(row.lost_since)) if row.lost_since else ""
+    return [*place, row.state + since, str(row.node) if known else "-", str(row.pid or "-"), *map(count, numbers)]
 
 
 def _memory(row: pb.ShardStatus) -> list[str]:

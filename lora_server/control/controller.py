@@ -90,7 +90,8 @@ class Controller:
             done, total = self.start.progress
             return f"registering adapters: {done:,} of {total:,}" if total else "registering adapters"
         refused = [one for one in self.adapters.catalog.refusals.listed() if one.start_up] if self._require_all else ()
-        return "; ".join(f"adapter {one.name!r} was refused: {one.reason}" for one in refused)
+        named = "; ".join(f"{one.name!r} was refused: {one.reason}" for one in refused)
+        return f"adapters refused: {named}" if named else ""
 
     def hear(self, handle: ShardHandle, report: pb.ShardReport) -> None:
         """Apply one report of a shard. Its reports come one at a time, in their order."""

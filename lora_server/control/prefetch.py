@@ -43,7 +43,7 @@ class Prefetches:
         self._leases, self._holds, self._shards = leases, holds, shards
         self._gap_seconds, self._clock = gap_seconds, clock
         self.ignored = Counter(dict.fromkeys(("too much", "too often", "not held"), 0))  # by why
-        self._complain = Repeats(log.warning)
+        self._complain = Repeats(log.info)
         self._announced: dict[int, set[int]] = {}  # by client
         self._quiet_until: dict[int, float] = {}
         self._lock = threading.Lock()

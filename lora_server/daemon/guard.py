@@ -62,12 +62,28 @@ def _hold_all(hosts: Mapping[str, int], address: Address, stack: contextlib.Exit
 
 
 def cannot_listen(flag: str, address: Address, error: OSError) -> ConfigError:
-    """Return the error of a process that cannot listen at an address."""
+    """Return the error of a process that cannot listen at an address; where another does, with a free port."""
+    if error.errno == errno.EADDRINUSE:
+        from lora_server.doctor.network import listener
+
+        return ConfigError(
+            f"{flag} {address}: cannot listen there, {listener(address.port) or 'another process'} does; end it, or "
+            f"give a port that is free, such as {_free_after(address)}"
+        )
     reason = (error.strerror or str(error)).partition(" (while")[0]
     return ConfigError(
-        f"{flag} {address}: cannot listen there ({reason}); expected a free port of a name or an address of this host, "
-        "such as 127.0.0.1:7401"
+        f"{flag} {address}: cannot listen there ({reason}); expected a name or an address of this host, such as "
+        "127.0.0.1, or 0.0.0.0 for all of them"
     )
+
+
+def _free_after(address: Address) -> Address:
+    """Return the next address of the host at which a process could listen now; port 0 if there is none."""
+    for port in range(address.port + 1, min(address.port + 100, 65536)):
+        with contextlib.suppress(OSError):
+            address._replace(port=port).listen(1).close()
+            return address._replace(port=port)
+    return address._replace(port=0)
 
 
 def _hold(family: int, host: str, port: int) -> socket.socket:

@@ -49,7 +49,7 @@ class Node:
         """
         self.config, self.spec, self._forks, self._stop = config, spec, forks, stop
         self.stopped = threading.Event()
-        self.failure = ""
+        self.failure: LoraServerError | None = None
         self._stack = contextlib.ExitStack()
         self._children: list[Child] = []
         try:
@@ -108,7 +108,7 @@ class Node:
     def _restarts(self) -> dict[int, int]:
         return {child.config.shard: child.restarts for child in self._children}
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: LoraServerError) -> None:
         self.failure = self.failure or reason
         self.stopped.set()
 
@@ -118,7 +118,7 @@ class Node:
         try:
             return ask(process.controller, process)[1]
         except LoraServerError as error:
-            return str(error)
+            return f"the controller does not answer: {error}"
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -126,8 +126,8 @@ class Node:
         self._stack.close()
 
 
-def serve(config: ServeConfig) -> str:
-    """Run a node until SIGINT or SIGTERM; returns '' or why it failed. A second signal changes nothing."""
+def serve(config: ServeConfig) -> None:
+    """Run a node until SIGINT or SIGTERM; raises why it failed. A second signal changes nothing."""
     spec = check_start(config)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of its children: a client takes two of each shard
@@ -139,7 +139,8 @@ def serve(config: ServeConfig) -> str:
     try:
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass
-        return node.failure
+        if node.failure is not None:
+            raise node.failure
     finally:
         node.close()
 

@@ -20,7 +20,7 @@ import structlog
 from lora_server.config import ProcessConfig
 from lora_server.daemon.forked import Piped
 from lora_server.daemon.forks import ForkServer
-from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
 
 EXIT_FAILED, EXIT_REFUSED = 1, 78
@@ -86,7 +86,7 @@ class Child:
         module: str,
         forks: ForkServer,
         config: ProcessConfig,
-        on_fatal: Callable[[str], None],
+        on_fatal: Callable[[LoraServerError], None],
         node_stops: threading.Event,
         timings: Timings = DEFAULTS,
     ) -> None:
@@ -123,8 +123,7 @@ class Child:
                 failed_starts += 1
             hopeless = code == EXIT_REFUSED or failed_starts >= MAX_FAILED_STARTS
             if failed_starts and (time.monotonic() - last_up > timings.restart_limit if last_up else hopeless):
-                log.error(f"{self.name} died: {_reason(code)}")
-                self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
+                self._end(up.refused if up is not None else "", code, failed_starts)
                 return
             if code in ASKED_TO_STOP:
                 log.info(f"{self.name} was asked to stop; starting it again")
@@ -135,9 +134,14 @@ class Child:
             if time.monotonic() - started < timings.restart_pause:
                 stopping.wait(timings.restart_pause)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, refused: str, code: int, failed_starts: int) -> None:
+        """Give up: with the child's own reason if it said one, as a mistake of the configuration."""
         self._answered.set()
-        self._on_fatal(f"{self.name}: {reason}; see the log above")
+        if refused:
+            self._on_fatal(ConfigError(f"{self.name}: {refused}"))
+            return
+        log.error(f"{self.name} died: {_reason(code)}")
+        self._on_fatal(LoraServerError(f"{self.name}: failed {failed_starts} times to start; see the log above"))
 
     def _run_once(self) -> tuple[Up | None, int]:
         try:

@@ -38,7 +38,7 @@ class Startup:
     """A thread that ends when the node serves or stops; it calls `fail` if the controller is never reached."""
 
     def __init__(
-        self, config: ProcessConfig, server: Address, stopped: threading.Event, fail: Callable[[str], None]
+        self, config: ProcessConfig, server: Address, stopped: threading.Event, fail: Callable[[LoraServerError], None]
     ) -> None:
         self._config, self._server, self._stopped, self._fail = config, server, stopped, fail
         self._began = time.monotonic()
@@ -91,10 +91,11 @@ class Startup:
             event = "--controller cannot be reached; trying again"
             log.warning(event, controller=str(self._server), reason=reason, gives_up_after=limit)
         if self._seconds > limit:
-            self._fail(
+            text = (
                 f"--controller {self._server}: not reached within {limit:g} s ({reason}); expected node 0's --listen: "
                 "check the address, that node 0 runs, and the network between"
             )
+            self._fail(LoraServerError(text))
 
     def _remind(self, reason: str) -> None:
         if time.monotonic() - self._said > self._pause:

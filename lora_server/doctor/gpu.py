@@ -79,7 +79,9 @@ def _installed(check: str, package: str, cure: str) -> Finding:
 
 
 def nvshmem(machine: Machine) -> Iterator[Finding]:
-    """Check that both packages are installed, or neither."""
+    """Check that both packages are installed, or neither; without a driver nothing uses them."""
+    if machine.read("/proc/driver/nvidia/version") is None:
+        return
     found = {}
     for package in (NVSHMEM, NVSHMEM4PY):
         try:
@@ -90,7 +92,7 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
         missing = ({NVSHMEM, NVSHMEM4PY} - found.keys()).pop()
         yield warning(
             "nvshmem",
-            f"{found}, but no {missing}",
+            f"{', '.join(found)} without {missing}",
             "pip install '.[cuda]' in a checkout of lora-server, or remove the other",
         )
     elif found:
@@ -100,7 +102,7 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
             yield warning("nvshmem", f"for --gpu-transport nvshmem: {what}", cure)
         if not lacks:
             yield ok("nvshmem", ", ".join(f"{name} {number}" for name, number in found.items()))
-    elif machine.read("/proc/driver/nvidia/version") is not None:
+    else:
         yield ok("nvshmem", "not installed: GPUs of one node need none")
 
 

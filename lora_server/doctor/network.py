@@ -34,13 +34,13 @@ def ports(resources: NodeResources) -> Iterator[Finding]:
             with socket.create_server(target[:2], family=family):
                 yield ok("port", f"{flag} {address} is free")
         except OSError as error:
-            owner = _owner(address.port)
+            owner = listener(address.port)
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             text = f"{flag} {address}: {why}" + (f", {owner} listens there" if owner else "")
             yield failed("port", text, f"end it, or give another {flag}; if it is this server, all is well")
 
 
-def _owner(port: int) -> str:
+def listener(port: int) -> str:
     """Name the process that listens on a port, as far as this user may see; else return ''."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -501,7 +501,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "stats")
+    __slots__ = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "stats", "lost_since")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     EP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -510,6 +510,7 @@ class ShardStatus(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SINCE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     stage: int
     ep_rank: int
@@ -518,7 +519,8 @@ class ShardStatus(_message.Message):
     pid: int
     restarts: int
     stats: ShardStats
-    def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
+    lost_since: float
+    def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., lost_since: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes")

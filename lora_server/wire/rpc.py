@@ -28,7 +28,7 @@ from lora_server.errors import (
     rebuild,
 )
 from lora_server.wire.bounds import REPLY_BYTES
-from lora_server.wire.credentials import CODE_KEY, Credentials, Shows, of_environment
+from lora_server.wire.credentials import CODE_KEY, TLS_CA, TLS_CERT, TLS_NAME, Credentials, Shows, of_environment
 
 REQUEST_KEY = "lora-request-id"
 # streams between shards and the controller: a host that vanished is noticed within seconds
@@ -48,6 +48,21 @@ _RECONNECT = (
 )
 _LARGE = (("grpc.max_receive_message_length", REPLY_BYTES),)
 _T = TypeVar("_T")
+
+# what gRPC says of a connection that did not come about, and what that means
+_MIXED_UP = (
+    ("http1.x server", "an HTTP server answers there; give the port of --listen, not that of --http"),
+    ("missing selected ALPN", "an HTTPS server answers there; give the port of --listen, not that of --http"),
+    ("WRONG_VERSION_NUMBER", f"it has no TLS there; unset {TLS_CA}, or give the address of a server with --tls-cert"),
+    ("CERTIFICATE_VERIFY_FAILED", f"{TLS_CA} did not sign its certificate, or that is not good now; give its --tls-ca"),
+    ("Hostname Verification", f"its certificate is of another name; give the address that is in it, or set {TLS_NAME}"),
+    (
+        "Socket closed",
+        f"it ended the connection: if it has TLS, set {TLS_CA}, and {TLS_CERT} if it asks for one; if not, it is "
+        "starting or stopping",
+    ),
+    ("hostname lookup", "its name is not known here; give an address, or check the name"),
+)
 
 _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (UnknownAdapterError, grpc.StatusCode.NOT_FOUND),
@@ -132,7 +147,7 @@ def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServer
         if key == CODE_KEY:
             return rebuild(str(value), error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return ServerUnavailableError(f"server {server}: cannot be reached ({error.details()}); is it running?")
+        return ServerUnavailableError(f"server {server}: {_why_unreached(error.details() or '')}")
     if error.code() is grpc.StatusCode.CANCELLED:
         return ServerUnavailableError(f"server {server}: the call was cancelled ({error.details()})")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -140,3 +155,10 @@ def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServer
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
         return ServerBusyError(f"server {server}: it takes no more calls now ({error.details()}); try again soon")
     return LoraServerError(f"server {server}: {error.code().name}: {error.details()}")
+
+
+def _why_unreached(details: str) -> str:
+    """Say why there is no connection, from gRPC's words, and what to do."""
+    began = "failed to connect" in details or "resolving" in details  # others broke later
+    found = next((why for sign, why in _MIXED_UP if began and sign in details), "")
+    return found or f"cannot be reached ({details}); is it running?"

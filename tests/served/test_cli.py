@@ -154,8 +154,10 @@ def test_an_address_in_use_is_named(tmp_path):
         for flag, address in taken.items():
             (other,) = taken.keys() - {flag}
             done = cli("serve", "--base-model", base, flag, address, other, "127.0.0.1:0")
-            words = f"error: {flag} {address}: cannot listen there (Address already in use); expected a free port"
+            words = f"error: {flag} {address}: cannot listen there, process "
             assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+            host, _, port = done.stderr.rstrip().rpartition("such as ")[2].rpartition(":")
+            socket.create_server((host, int(port))).close()
 
 
 def test_a_data_port_that_is_taken_is_named_and_ends_the_node():
@@ -164,8 +166,17 @@ def test_a_data_port_that_is_taken_is_named_and_ends_the_node():
         flags = ("--base-model", "mixtral-8x7b", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
         done = cli("serve", *flags, "--data-port-base", str(base))
     last = done.stderr.splitlines()[-1]
-    assert (done.returncode, last.startswith("error: shard 0 "), "Traceback" in done.stderr) == (1, True, False), last
+    assert (done.returncode, last.startswith("error: shard 0 "), "Traceback" in done.stderr) == (2, True, False), last
     assert f"127.0.0.1:{base} for the data of shard 0 (Address already in use); expected it free" in last
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_a_mistake_of_the_configuration():
+    flags = ("--base-model", "mixtral-8x7b", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--device", "cuda")
+    done = cli("serve", *flags)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, "died" in done.stderr, "see the log" in last) == (2, False, False), done.stderr
+    assert last.startswith("error: shard 0 ") and "torch sees no NVIDIA GPU" in last
 
 
 def test_a_missing_driver_is_named():

@@ -1,6 +1,10 @@
 """The server dies in the middle of a generation, and stays away: requests end with a clear error after a while, or the
 base model answers them and they say so. The engine lives. tests/vllm/test_undisturbed.py has servers that come back."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from client_connector.serving.plan import parse_flag
@@ -8,7 +12,7 @@ from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import RunningServer, launch
 from tests.support.serving import HANG_SECONDS, flags, kill, until
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import Engine
+from tests.vllm.engines import ENVIRONMENT, START_SECONDS, Engine
 
 LONG = 40
 IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "10"}  # on a busy machine, too
@@ -105,6 +109,17 @@ def test_policy_base_model(load, killable, scratch):
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         unknown = engine.generate([Sequence(prompt, "nobody")], NEW_TOKENS)[0]
         assert unknown["finish_reason"] == "error", "an unknown name is an error under either policy"
+
+
+def test_a_start_without_a_server_ends_with_one_line(load):
+    """The front end asks before it starts workers. Plugins are loaded by EngineArgs."""
+    code = "import sys; from vllm.engine.arg_utils import EngineArgs; EngineArgs(sys.argv[1]).create_engine_config()"
+    more = {"LORA_SERVER_ADDRESS": "127.0.0.1:1", "LORA_SERVER_TIMEOUT_SECONDS": "1"}
+    command = [sys.executable, "-c", code, str(load.base)]
+    environment = os.environ | ENVIRONMENT | more
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("lora-server: server 127.0.0.1:1: cannot be reached")
 
 
 def test_an_engine_without_a_server_does_not_start(load, scratch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from http import HTTPStatus
@@ -25,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import AdapterDirectory
 from client_connector.events import EventFollower
+from client_connector.reconnect import while_away
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
@@ -95,6 +97,29 @@ def _check_merged(model: str, found: Settings) -> None:
             f"transport {found.transport}: got weights that contain {record.name}, whose other rows have two adapters "
             "each, expected a base model's; use auto"
         )
+
+
+def require_server(found: Settings) -> None:
+    """Wait until the server answers, before workers start that would all fail. Raises ServerUnavailableError after
+    `timeout_seconds`, and any other error of the server's; the one that ends the process is then a single line."""
+    with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
+        try:
+            while_away(found.timeout_seconds)(directory.status)
+        except LoraServerError as error:
+            _end_with_one_line(error)
+            raise
+
+
+def _end_with_one_line(expected: LoraServerError) -> None:
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if error is expected:
+            print(f"lora-server: {error}", file=sys.stderr)
+        else:
+            shown(kind, error, traceback)
+
+    sys.excepthook = show
 
 
 def served_names(args: Any) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ def watch() -> None:
             if found is None:
                 return original(self, *args, **kwargs)
             install()
-            from client_connector.vllm.hooks.frontend import check_parallel, configure
+            from client_connector.vllm.hooks.frontend import check_parallel, configure, require_server
 
+            require_server(found)
             configure(self, found)
             vllm_config = original(self, *args, **kwargs)
             check_parallel(vllm_config)

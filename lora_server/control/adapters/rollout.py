@@ -102,22 +102,18 @@ class AdapterRollout:
         registered. Raises AdapterError, ConfigError, ServerUnavailableError."""
         began, allowed = self._clock.now(), allowed or self.allowed
         self._admission.classes.known.check(slo_class or "")
+        with _readable(uri):
+            self._sync.shards.require_up()
+            allowed.check(uri)
+            record, loads, new = self.register(name, uri, True, seconds, allowed.sources, slo_class or "")
         try:
-            with _readable(uri):
-                self._sync.shards.require_up()
-                allowed.check(uri)
-                record, loads, new = self.register(name, uri, True, seconds, allowed.sources, slo_class or "")
-            try:
-                wait_all(loads, self._left(began + seconds), f"loading {name!r}")
-            except LoraServerError:
-                if new:
-                    self.remove(name)
-                raise
-            if slo_class not in (None, record.slo_class):
-                self._changes.set_class(record, slo_class or "")
-        except LoraServerError as error:
-            log.warning("adapter not added", name=clip(name), uri=clip(uri), error=str(error))
+            wait_all(loads, self._left(began + seconds), f"loading {name!r}")
+        except LoraServerError:
+            if new:
+                self.remove(name)
             raise
+        if slo_class not in (None, record.slo_class):
+            self._changes.set_class(record, slo_class or "")
         spent = round(self._clock.now() - began, 3)
         log.info("adapter added" if new else "adapter added again", **described(record), seconds=spent)
         return record
@@ -203,7 +199,6 @@ class AdapterRollout:
         try:
             self._changes.replace(served, record, loads, self._left(deadline), drain_seconds)
         except LoraServerError as error:
-            log.warning("adapter not replaced", name=record.name, version=record.version[:12], error=str(error))
             raise rebuild(
                 error.code, f"{error}; version {served.version[:12]} of adapter {record.name!r} serves on"
             ) from error
@@ -260,7 +255,6 @@ class AdapterRollout:
             wait_all(sent, seconds, f"pinning {name!r}")
         except LoraServerError as error:
             self._sync.note(record.handle)
-            log.warning("adapter not pinned", name=name, error=str(error))
             raise rebuild(error.code, f"adapter {name!r} was not pinned: {error}") from error
         self._changes.set_pinned(record, True)
 

@@ -47,8 +47,8 @@ class HttpGate(Protocol):
 
 
 class HttpServer:
-    """An HTTP server, which serves until closed. `not_ready` returns why the process is not ready, or ''; it and the
-    handlers of `more`, by path, may block.
+    """An HTTP server, which serves until closed. `not_ready` returns why the process is not ready, or ''; what follows
+    its first colon may name adapters and hosts, and needs a token. It and the handlers of `more`, by path, may block.
 
     Raises OSError where it cannot listen.
     """
@@ -125,7 +125,7 @@ def _app(
     def readyz(request: Request) -> Response:
         reason = not_ready()
         if reason and gate is not None and not gate.allows("/status.json", _shown(request)):
-            reason = "not ready"  # why may name adapters
+            reason = f"{reason.partition(':')[0]}; a token of the operator shows more"
         return PlainTextResponse(f"{reason or 'ok'}\n", 503 if reason else 200)
 
     def metrics(request: Request) -> Response:

@@ -104,6 +104,14 @@ class ShardHandle:
         self.commands = CommandQueue(self.shard)
 
 
+@dataclass
+class ShardRank:
+    """What stays known of a shard's number when its process ends: its newest claim, and the process that was lost."""
+
+    claim: int = 0
+    lost: ShardHandle | None = None
+
+
 class ShardTable:
     """The shards of the layout, as far as they are up. Thread-safe.
 
@@ -124,7 +132,7 @@ class ShardTable:
         self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
-        self._claims: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
+        self._ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
         self.restarts: dict[int, int] = dict.fromkeys(range(layout.num_shards), -1)
         self._guard = threading.Lock()
 
@@ -143,7 +151,7 @@ class ShardTable:
                     f"shard {shard}: got a claim of placement generation {registration.generation}, expected "
                     f"{self.generation}; pid {handle.pid} of node {handle.node} ends and is started again"
                 )
-            older, newest = self._live.get(shard), self._claims[shard]
+            older, newest = self._live.get(shard), self._ranks[shard].claim
             comes_back = older is not None and older.registration.instance == registration.instance
             usurped = not settled and older is not None and not older.registration.epoch and bool(registration.epoch)
             if registration.epoch and registration.epoch < newest and not usurped and not comes_back:
@@ -164,14 +172,14 @@ class ShardTable:
     def _claim(self, handle: ShardHandle, itself: ShardHandle | None) -> None:
         """Give a shard its claim. Later claims are higher, also those of later controllers."""
         shard, registration = handle.shard, handle.registration
-        newest = self._claims[shard]
+        newest = self._ranks[shard].claim
         if registration.epoch >= newest and registration.epoch:
             handle.epoch = registration.epoch
         elif itself is not None:
             handle.epoch = itself.epoch
         else:
             handle.epoch = max(newest + 1, int(self._clock.time()))
-        self._claims[shard] = handle.epoch
+        self._ranks[shard] = ShardRank(handle.epoch)
         known = max(self.restarts[shard], registration.restarts if registration.epoch else -1)
         self.restarts[shard] = known if registration.epoch or itself is not None else known + 1
 
@@ -189,6 +197,7 @@ class ShardTable:
             current = self._live.get(handle.shard) is handle
             if current:
                 del self._live[handle.shard]
+                self._ranks[handle.shard].lost = None if handle.leaving else handle
         handle.commands.close()
         return current
 
@@ -207,6 +216,14 @@ class ShardTable:
         """Return the shards that cannot serve now; in leader mode also leaders that lack followers."""
         with self._guard:
             return self._missing()
+
+    def lost(self) -> dict[int, tuple[ShardHandle, float]]:
+        """Return the shards that ended without notice, or are silent, and when each was last heard (time.time())."""
+        with self._guard:
+            silent = {shard: handle for shard, handle in self._live.items() if self._is_silent(handle)}
+            gone = {shard: rank.lost for shard, rank in self._ranks.items() if rank.lost is not None}
+            ago = self._clock.time() - self._clock.now()
+            return {shard: (handle, ago + handle.heard) for shard, handle in (gone | silent).items()}
 
     def _missing(self) -> list[int]:
         return [shard for shard in range(self._layout.num_shards) if not self._is_up(shard)]

@@ -66,7 +66,7 @@ def _slo_classes(admission: AdmissionService) -> list[pb.SloClassStatus]:
 
 def _shards(controller: Controller) -> list[pb.ShardStatus]:
     layout, rows = controller.agreement.layout, []
-    live, missing = controller.shards.live(), set(controller.shards.missing())
+    live, missing, lost = controller.shards.live(), set(controller.shards.missing()), controller.shards.lost()
     for shard, count in controller.shards.restarts.items():
         row = pb.ShardStatus(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
         row.state = "starting" if shard in missing else "up"
@@ -74,6 +74,8 @@ def _shards(controller: Controller) -> list[pb.ShardStatus]:
         if shard in live:
             row.node, row.pid = live[shard].node, live[shard].pid
             row.stats.CopyFrom(live[shard].stats)
+        if shard in lost:
+            row.state, row.node, row.lost_since = "lost", lost[shard][0].node, lost[shard][1]
         rows.append(row)
     return rows
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lora_server import telemetry
 from lora_server.errors import LoraServerError
-from lora_server.logs import Repeats
+from lora_server.logs import Repeats, one_refusal
 from lora_server.wire.credentials import CODE_KEY
 from lora_server.wire.rpc import REQUEST_KEY
 
@@ -52,11 +52,12 @@ class Refusals:
         self._complain = Repeats(log.info)
         self._lock = threading.Lock()
 
-    def note(self, method: str, code: str, error: str) -> None:
-        """Count and log a call that ended with an error."""
+    def note(self, method: str, code: str, error: str, written: bool = False) -> None:
+        """Count and log a call that ended with an error. `written`: the audit log's line says it."""
         with self._lock:
             self.counts[code] += 1
-            self._complain((method, code), "refused", method=method, code=code, error=error)
+            if not written:
+                self._complain((method, code), "refused", method=method, code=code, error=error)
 
 
 @contextlib.contextmanager
@@ -86,13 +87,13 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         known = dict(details.invocation_metadata or ())
 
         async def observe(requests: Any, context: Any) -> None:
-            with observed(method, str(known.get(REQUEST_KEY, "")), known):
+            with one_refusal() as written, observed(method, str(known.get(REQUEST_KEY, "")), known):
                 try:
                     await handler.stream_stream(requests, context)
                 finally:
                     code = next((str(value) for key, value in context.trailing_metadata() or () if key == CODE_KEY), "")
                     if code:
-                        self._refusals.note(method, code, _text(context.details()))
+                        self._refusals.note(method, code, _text(context.details()), written.is_set())
 
         return grpc.stream_stream_rpc_method_handler(observe)
 

@@ -121,6 +121,11 @@ class Scope:
         """Return whether the caller may change an adapter."""
         return self.who.is_operator or self._names.owner(full) == self.who.tenant
 
+    @property
+    def num_seen(self) -> int:
+        """Return how many adapters the caller may know of."""
+        return sum(self.sees(record.name) for record in self._adapters.catalog.records())
+
     def own(self, name: str) -> str:
         """Return the full name of a new adapter of the caller's."""
         return self._names.own(self.who.tenant, name)
@@ -229,7 +234,7 @@ def cut_status(scope: Scope, status: pb.StatusReply) -> pb.StatusReply:
     if scope.who.sees_all:
         return status
     kept = pb.StatusReply(model=status.model, layout=status.layout, ready=status.ready, run=status.run)
-    kept.reason = "" if status.ready else "not ready"
+    kept.reason, kept.adapters = "" if status.ready else "not ready", scope.num_seen
     for shard in status.shards:
         kept.shards.add(shard=shard.shard, stage=shard.stage, ep_rank=shard.ep_rank, state=shard.state)
     return kept

@@ -341,6 +341,8 @@ def test_the_first_token_is_made_beside_the_database(tmp_path, kind):
             assert gate.tenant("acme").max_bytes == 10 << 30
     none = cli("tokens", "list", "--data-dir", str(tmp_path / "none"))
     assert (none.exit_code, "got no directory" in none.stderr) == (2, True)
+    first = cli("tokens", "create", "--role", "admin", "--data-dir", str(tmp_path / "before" / "its start"))
+    assert (first.exit_code, first.stdout[:3]) == (0, "ls_")
 
 
 def test_the_cli_shows_what_the_token_may_see(gated, monkeypatch):
@@ -350,6 +352,7 @@ def test_the_cli_shows_what_the_token_may_see(gated, monkeypatch):
         for command in ("status", "adapters list", "adapters show bot", "adapters show secret")
     }
     assert [one.exit_code for one in told.values()] == [0, 0, 0, 1]
+    assert "adapters: 4," in told["status"].stdout, "its own two, and the operator's"
     assert "acme/bot" in told["adapters show bot"].stdout
     said = [
         line for one in told.values() for line in one.stderr.splitlines() if line.startswith("error")

@@ -192,17 +192,22 @@ def test_revoked_tokens_are_kept_for_the_list_but_not_for_ever(gated):
 
 
 def test_changes_and_refusals_are_audited_and_each_tenant_reads_its_own(gated):
-    with pytest.raises(errors.PermissionDeniedError):
-        as_(gated, "rival", Role.VIEWER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="secret"))
+    with capture_logs() as lines:
+        with pytest.raises(errors.PermissionDeniedError):
+            as_(gated, "rival", Role.VIEWER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="secret"))
+        with pytest.raises(errors.AdapterSourceError):
+            as_(gated, "rival", Role.ADMIN, "Adapters", "Add", pb.AddAdapterRequest(name="x", uri="/nowhere"))
+    assert [one["event"] for one in lines] == ["audit", "audit"], "a refusal is one line"
     as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", tenant="acme"))
     as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", stop=True))
     with pytest.raises(errors.UnknownAdapterError):
         as_(gated, "rival", Role.ADMIN, "Adapters", "Remove", pb.RemoveAdapterRequest(name="none"))
     entries = as_(gated, "rival", Role.ADMIN, "Access", "Audit", pb.AuditRequest()).entries
     assert {one.tenant for one in entries} == {"rival"}
-    told = [(one.role, one.call, one.subject, one.outcome) for one in entries][-4:]
+    told = [(one.role, one.call, one.subject, one.outcome) for one in entries][-5:]
     assert told == [
         ("viewer", "Adapters/Remove", "", "permission_denied"),
+        ("admin", "Adapters/Add", "name=x", "adapter_source"),
         ("publisher", "Access/Share", "name=bot tenant=acme", "ok"),
         ("publisher", "Access/Share", "name=bot stop=True", "ok"),
         ("admin", "Adapters/Remove", "name=none", "unknown_adapter"),

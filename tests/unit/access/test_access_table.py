@@ -105,6 +105,34 @@ def test_an_unauthenticated_caller_learns_only_whether_it_serves(gated):
         with pytest.raises(grpc.RpcError) as ended:
             unknown(b"", timeout=60)
         assert ended.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert gated.get("/readyz")[:2] == (503, "registering adapters; a token of the operator shows more\n")
+
+
+MIXED_UP = {
+    "the HTTP port": ("http", False, "an HTTP server answers there; give the port of --listen"),
+    "TLS to a server without": ("plain", True, "it has no TLS there; unset LORA_SERVER_TLS_CA"),
+    "no TLS to a server with it": ("tls", False, "it ended the connection: if it has TLS, set LORA_SERVER_TLS_CA"),
+    "another authority": ("tls", None, "LORA_SERVER_TLS_CA did not sign its certificate"),
+    "another name": ("localhost", True, "its certificate is of another name"),
+    "no such host": ("nohost", False, "its name is not known here"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED_UP)
+def test_a_mixed_up_address_says_what_to_give(gated, served, authorities, case):
+    where, trusts, words = MIXED_UP[case]
+    tls_port = served[0].control.port
+    address = {
+        "http": f"127.0.0.1:{gated.http.port}",
+        "plain": gated.address,
+        "tls": served[0].address,
+        "localhost": f"localhost:{tls_port}",
+        "nohost": "nohost.invalid:7400",
+    }[where]
+    ca = {True: authorities[0].ca, None: authorities[1].ca, False: None}[trusts]
+    with open_channel(address, Credentials(tls_ca=ca)) as channel, pytest.raises(errors.ServerUnavailableError) as told:
+        call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=address, seconds=HANG_SECONDS)
+    assert str(told.value).startswith(f"server {address}: {words}"), told.value
 
 
 def test_files_are_for_shards_whatever_the_token(gated):
@@ -166,7 +194,7 @@ def test_only_certificates_of_the_authority_are_accepted(served, authorities):
     assert who(gated, **good) == "acme"
     bad = [{}, {"tls_ca": ours.ca}, good | {"tls_cert": forged, "tls_key": forged_key}]
     for refused in (*bad, good | {"tls_ca": theirs.ca}, good | {"tls_name": "another.example"}):
-        with pytest.raises(errors.ServerUnavailableError, match="cannot be reached"):
+        with pytest.raises(errors.ServerUnavailableError, match=r"did not sign|another name|it ended the connection"):
             who(gated, **refused)
 
 

@@ -1,6 +1,7 @@
 """`lora-server doctor` on machines written as files, and on this one."""
 
 import socket
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from packaging.requirements import Requirement
@@ -76,6 +77,18 @@ def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
     friends = {"/proc/modules": "nvidia_peermem 16384 0\n", "/proc/driver/nvidia/params": "PeerMappingOverride=1\n"}
     friends |= {"/dev/infiniband/uverbs0": ""}
     assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [Outcome.OK]
+
+
+@pytest.mark.parametrize("files", [{}, DRIVER_580], ids=["no GPU", "a GPU"])
+def test_half_of_nvshmem_is_said_where_there_are_gpus(tmp_path, monkeypatch, files):
+    def version(package):
+        if package != gpu.NVSHMEM:
+            raise PackageNotFoundError
+        return "3.4"
+
+    monkeypatch.setattr(gpu, "version", version)
+    found = [one.found for one in gpu.nvshmem(machine(tmp_path, files))]
+    assert found == ([f"{gpu.NVSHMEM} without {gpu.NVSHMEM4PY}"] if files else [])
 
 
 def test_shared_memory_that_is_not_mounted(tmp_path):

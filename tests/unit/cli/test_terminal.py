@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 
 import pytest
 import typer
@@ -39,6 +40,13 @@ def rendered(draw, width=80, **settings):
 
 def row(name, **fields):
     return rows.adapter_row(pb.Adapter(name=name, layers=32, **fields))
+
+
+def test_a_lost_shard_says_where_it_was_and_since_when(monkeypatch):
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    lost = pb.ShardStatus(shard=2, state="lost", node=1, lost_since=8 * 3600 + 17 * 60)
+    shown = rendered(lambda console: status.show(pb.StatusReply(shards=[lost]), console))
+    assert re.search(r"^ +2 +0 +0 +lost since 08:17 +1 +- ", shown, re.MULTILINE), shown
 
 
 LOADING = {"lora_rank": 64, "bytes": 33_000_000, "resident_layers": 12, "version": "3f" * 32, "uri": f"/srv/{LONG}"}

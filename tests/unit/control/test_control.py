@@ -196,6 +196,23 @@ def test_a_shard_that_does_not_report_is_missing_until_it_does():
     assert arrived(table, handle_of(0, pid=2)).epoch > handle.epoch, "another may have its rank"
 
 
+def test_a_shard_that_ended_without_notice_is_lost_until_another_comes():
+    clock = VirtualClock()
+    table = ShardTable(Layout(2, 1), "independent", clock=clock)
+    of_node1 = ShardHandle(pb.Registration(shard=1, node=1, pid=1, instance="1"))
+    first, second = arrived(table, handle_of(0)), arrived(table, of_node1)
+    heard = clock.time()
+    clock.advance(1.0)
+    table.update(first, pb.ShardStats())
+    first.leaving = True
+    assert table.depart(first) and table.depart(second)
+    assert table.lost() == {1: (second, pytest.approx(heard))}, "the first said that it leaves"
+    third = arrived(table, handle_of(1, pid=2))
+    assert table.lost() == {}
+    clock.advance(Timings.shard_silence + 0.1)
+    assert table.lost() == {1: (third, pytest.approx(heard + 1.0))}, "its host is gone, and its stream is there still"
+
+
 def arrived(table, handle, settled=True):
     table.arrive(handle, settled)
     return handle

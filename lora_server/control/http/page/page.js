@@ -99,8 +99,10 @@ function loads(stats) {
 function card(shard, past, seconds) {
   const made = element("article", "", "shard"), title = element("h3");
   title.append(element("span", `shard ${shard.shard}`));
-  title.append(element("span", shard.state, shard.state === "up" ? "state up" : "state down"));
+  const since = shard.lost_since ? ` since ${new Date(1e3 * shard.lost_since).toLocaleTimeString()}` : "";
+  title.append(element("span", shard.state + since, shard.state === "up" ? "state up" : "state down"));
   made.append(title);
+  if (since) made.append(line("it was on", `node ${shard.node}`));
   if (!shard.stats?.device) return made;
   const used = shard.stats.weight_bytes, total = shard.stats.total_bytes;
   made.append(line(shard.stats.device, `node ${shard.node}, pid ${shard.pid}`));
