@@ -44,6 +44,7 @@ CALLERS = [
     (f"`{TLS_NAME}`", "Name in the server's certificate, if it differs from the address"),
     (f"`{TENANT_HEADER}`", "vLLM: the header in which a gateway names a request's tenant ([vLLM](vllm.md#tenants))"),
 ]
+HEAD = ("Flag", "Default", "Meaning", "Value")
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}
 Row = tuple[str, ...]
 
@@ -66,27 +67,28 @@ def page() -> str:
         "## vLLM",
         "Environment of vLLM, or `--additional-config '{\"lora_server\": {...}}'` with these keys, which win;\n"
         '`{"lora_server": "HOST:PORT"}` gives the address alone. See [vLLM](vllm.md).',
-        table(("Environment", "Key", "Value", "Default", "Meaning"), vllm_rows()),
+        table(("Environment", "Default", "Meaning", "Value", "Key"), vllm_rows()),
         "## Callers",
         "How engines and commands such as `lora-server status` prove their identity, and verify the server. These are\n"
         "never flags: other users of the host can read flags. See [Security](security.md).",
         table(("Environment", "Meaning"), CALLERS),
         "## transformers",
         "`client_connector.transformers.attach(model, server, ...)`:",
-        table(("Argument", "Value", "Default", "Meaning"), attach_rows()),
+        table(("Argument", "Default", "Meaning", "Value"), attach_rows()),
     ]
     for name, app in (("lora-server", server.app), ("provision", provision.app)):
         for path, command in commands(typer.main.get_command(app), name):
             if command.callback is not None and path not in ("lora-server", "lora-server serve"):
                 shown = list(rows(command))
                 parts += [f"## {path}", first_line(command)]
-                parts += [table(("Flag", "Default", "Value", "Meaning"), shown)] if shown else []
+                parts += [table(HEAD, shown)] if shown else []
+    parts.append("Words: [Glossary](glossary.md)")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def serve_table(names: Iterable[str]) -> str:
     """Render the settings of one group."""
-    return table(("Flag", "Default", "Value", "Meaning"), map(serve_row, names))
+    return table(HEAD, map(serve_row, names))
 
 
 def serve_row(name: str) -> Row:
@@ -94,7 +96,7 @@ def serve_row(name: str) -> Row:
     field = ServeConfig.model_fields[name]
     meaning, _, said = (field.description or "").partition(" Default: ")
     default = default_of(field).removeprefix("default: ") or said.rstrip(".")
-    return f"`--{name.replace('_', '-')}`", default, value_of(field), meaning
+    return f"`--{name.replace('_', '-')}`", default, meaning, value_of(field)
 
 
 def value_of(field: FieldInfo) -> str:
@@ -110,14 +112,14 @@ def vllm_rows() -> Iterator[Row]:
         if field.name in ENVIRONMENT:
             value, meaning = MEANINGS[field.name]
             default = None if field.default is MISSING else field.default
-            yield f"`{ENVIRONMENT[field.name]}`", f"`{field.name}`", value, plain(default), meaning
+            yield f"`{ENVIRONMENT[field.name]}`", plain(default), meaning, value, f"`{field.name}`"
 
 
 def attach_rows() -> Iterator[Row]:
     """List the parameters of attach()."""
     for name, parameter in inspect.signature(transformers.attach).parameters.items():
         default = "required" if parameter.default is parameter.empty else plain(parameter.default)
-        yield f"`{name}`", MEANINGS[name][0], default, MEANINGS[name][1]
+        yield f"`{name}`", default, MEANINGS[name][1], MEANINGS[name][0]
 
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -140,13 +142,13 @@ def rows(command: Any) -> Iterator[Row]:
         if name == "version" or kind is typer.Context:
             continue
         if option is None:
-            yield f"`{name.upper()}`", "required", "argument", ""
+            yield f"`{name.upper()}`", "required", "", "argument"
             continue
         # in Annotated the first name of an option stands where its default would
         named = [one for one in (option.default, *(option.param_decls or ())) if str(one).startswith("--")]
         text, default = said(option.help or "", one.default)
         variable = f" (`{option.envvar}`)" if option.envvar else ""
-        yield f"`{named[0] if named else '--' + name.replace('_', '-')}`", default, name_of(kind), f"{text}{variable}"
+        yield f"`{named[0] if named else '--' + name.replace('_', '-')}`", default, f"{text}{variable}", name_of(kind)
 
 
 def said(text: str, default: Any) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
 slo                                        and an SLO class
 ports, installed, units, histogram         leaves too: data ports; checks of the installation; numbers
+per_tenant                                 and counters by tenant
 host_memory                                and available memory
 clock, timings                             time, injected, and every duration that is a policy
 wire/ transport/ device/                   what travels, and how: by a host, and between GPUs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ FILE = Path(__file__).parent / "dashboard.json"
 WIDTH, HEIGHT = 24, 7
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 RATE = "$__rate_interval"
+CHOSEN = 'job=~"$job", instance=~"$instance"'  # by the variables at the top of the dashboard
 
 # row -> panels: title, unit, width, {legend: query}
 Panels = list[tuple[str, str, int, dict[str, str]]]
@@ -79,6 +81,34 @@ ROWS: dict[str, Panels] = {
             {"{{adapter}}": f"topk(10, rate(lora_server_adapter_hold_seconds_count[{RATE}]))"},
         ),
     ],
+    "Tenants": [
+        (
+            *("How long a tenant's requests wait: the 95th percentile", "s", 8),
+            {
+                "{{tenant}}, for {{what}}": "histogram_quantile(0.95, sum by (le, tenant, what) "
+                f"(rate(lora_server_tenant_wait_seconds_bucket[{RATE}])))"
+            },
+        ),
+        (
+            *("How long a tenant's steps wait", "s", 8),
+            {
+                "{{tenant}}": f"sum by (tenant) (rate(lora_server_tenant_step_wait_seconds_total[{RATE}])) "
+                f"/ (sum by (tenant) (rate(lora_server_tenant_steps_total[{RATE}])) > 0)"
+            },
+        ),
+        (
+            *("Time that shards compute for a tenant", "percentunit", 8),
+            {"{{tenant}}": f"sum by (tenant) (rate(lora_server_tenant_compute_seconds_total[{RATE}]))"},
+        ),
+        (
+            *("Bytes of a tenant's steps", "Bps", 8),
+            {"{{tenant}}": f"sum by (tenant) (rate(lora_server_tenant_step_bytes_total[{RATE}]))"},
+        ),
+        (
+            *("A tenant's failed steps", "ops", 8),
+            {"{{tenant}}": f"sum by (tenant) (rate(lora_server_tenant_failed_steps_total[{RATE}]))"},
+        ),
+    ],
     "Refusals": [
         ("Refused calls", "ops", 16, {"{{code}}": f"rate(lora_server_refusals_total[{RATE}])"}),
         ("Certificate: until it expires", "s", 8, {"": "lora_server_certificate_expiry_seconds"}),
@@ -144,6 +174,8 @@ def dashboard() -> dict[str, Any]:
             x += width
         y += height
     source = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
+    job = _variable("job", "lora_server_ready", "Job")
+    instance = _variable("instance", 'lora_server_ready{job=~"$job"}', "Server")
     return {
         "title": "lora-server",
         "uid": "lora-server",
@@ -152,9 +184,22 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [source]},
+        "templating": {"list": [source, job, instance]},
         "panels": panels,
     }
+
+
+def _variable(label: str, of: str, shown: str) -> dict[str, Any]:
+    """A choice among a label's values, with several servers of one Prometheus; at first all of them."""
+    query = f"label_values({of}, {label})"
+    more = {"multi": True, "includeAll": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
+    return {"name": label, "type": "query", "label": shown, "query": query, "datasource": SOURCE, "refresh": 2} | more
+
+
+def _chosen(query: str) -> str:
+    """Restrict every metric of a query to the chosen servers."""
+    restricted = re.sub(r"\b(lora_server_\w+)(?!\w|{)", rf"\1{{{CHOSEN}}}", query)
+    return re.sub(r"\b(lora_server_\w+){(?!job=)", rf"\1{{{CHOSEN}, ", restricted)
 
 
 def _placed(panel: dict[str, Any], x: int, y: int, width: int, height: int, before: list[Any]) -> dict[str, Any]:
@@ -163,7 +208,7 @@ def _placed(panel: dict[str, Any], x: int, y: int, width: int, height: int, befo
 
 def _panel(title: str, unit: str, queries: dict[str, str], is_number: bool) -> dict[str, Any]:
     targets = [
-        {"refId": chr(ord("A") + i), "expr": query, "legendFormat": legend or title, "datasource": SOURCE}
+        {"refId": chr(ord("A") + i), "expr": _chosen(query), "legendFormat": legend or title, "datasource": SOURCE}
         for i, (legend, query) in enumerate(queries.items())
     ]
     kind = {"type": "stat", "options": {"colorMode": "none"}} if is_number else {"type": "timeseries"}

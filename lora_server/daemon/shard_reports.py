@@ -62,6 +62,9 @@ class ShardReports:
                 clients=len(connections),
                 followers=self._coordinator.followers,
                 phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self._shard.phases],
+                tenants=[
+                    pb.TenantStats(tenant=tenant, **vars(one)) for tenant, one in self._shard.by_tenant.all().items()
+                ],
                 load_times=[
                     pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
                     for tier, h in self._store.report.load_times.items()

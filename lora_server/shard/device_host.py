@@ -27,6 +27,7 @@ from lora_server.errors import LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
+from lora_server.per_tenant import PerTenant
 from lora_server.shard.loop import StepCounters
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Connection, Port
@@ -196,6 +197,7 @@ class DeviceShardHost:
     timings: Timings = DEFAULTS
     counters: StepCounters = field(default_factory=StepCounters)
     phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
+    by_tenant: ClassVar[PerTenant[StepCounters]] = PerTenant(StepCounters)  # nor does it tell tenants apart
 
     def __post_init__(self) -> None:
         self.clients = KernelClients(self.index, self.port, self.kernel)

@@ -18,6 +18,7 @@ import structlog
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
+from lora_server.per_tenant import PerTenant
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
 from lora_server.shard.coordination import Coordinator
@@ -59,6 +60,7 @@ class StepServer:
     compute: Compute
     turn_ns: float
     counters: StepCounters = field(default_factory=StepCounters)
+    by_tenant: PerTenant[StepCounters] = field(default_factory=lambda: PerTenant(StepCounters))
     phases: Phases = field(default_factory=Phases)
     complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
@@ -115,18 +117,19 @@ class StepServer:
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
         client = connection.client
         self.complain((client, error.code), "step failed", shard=self.index, client=client, seq=seq, error=str(error))
-        self.counters.failed += 1
+        for counters in (self.counters, self.by_tenant.of(connection.tenant)):
+            counters.failed += 1
         nbytes = requests.write_failure(connection.region.response(seq), client, connection.epoch, seq, error)
         self.port.respond(connection, seq, nbytes)
 
     def _count(self, step: PendingStep, nbytes: int, started: int, done: int) -> None:
-        counters = self.counters
-        counters.steps += 1
-        counters.entries += step.header.num_entries
-        counters.request_bytes += slot.HEADER_BYTES + step.header.payload_bytes
-        counters.response_bytes += nbytes
-        counters.wait_ns += started - step.received_ns
-        counters.compute_ns += done - started
+        for counters in (self.counters, self.by_tenant.of(step.connection.tenant)):
+            counters.steps += 1
+            counters.entries += step.header.num_entries
+            counters.request_bytes += slot.HEADER_BYTES + step.header.payload_bytes
+            counters.response_bytes += nbytes
+            counters.wait_ns += started - step.received_ns
+            counters.compute_ns += done - started
 
 
 class Shard:
@@ -157,7 +160,7 @@ class Shard:
         )
         read = partial(requests.read_request, spec=spec, max_step_rows=max_step_rows, wire=wire)
         self.server = StepServer(index, read, port, store, compute, turn_seconds * 1e9)
-        self.counters, self.phases = self.server.counters, self.server.phases
+        self.counters, self.by_tenant, self.phases = self.server.counters, self.server.by_tenant, self.server.phases
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped()`, which is called at least every IDLE_SECONDS."""

@@ -603,7 +603,7 @@ class ClientStatus(_message.Message):
     def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ..., held: _Optional[int] = ..., slo_class: _Optional[str] = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk", "preloads", "preload_hits", "phases", "load_times")
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk", "preloads", "preload_hits", "phases", "load_times", "tenants")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -628,6 +628,7 @@ class ShardStats(_message.Message):
     PRELOAD_HITS_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
     LOAD_TIMES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     failed: int
     entries: int
@@ -652,7 +653,28 @@ class ShardStats(_message.Message):
     preload_hits: int
     phases: _containers.RepeatedCompositeFieldContainer[PhaseStats]
     load_times: _containers.RepeatedCompositeFieldContainer[PhaseStats]
-    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., disk: _Optional[_Union[DiskStats, _Mapping]] = ..., preloads: _Optional[int] = ..., preload_hits: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., load_times: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., disk: _Optional[_Union[DiskStats, _Mapping]] = ..., preloads: _Optional[int] = ..., preload_hits: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., load_times: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+
+class TenantStats(_message.Message):
+    __slots__ = ("tenant", "steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    steps: int
+    failed: int
+    entries: int
+    request_bytes: int
+    response_bytes: int
+    wait_ns: int
+    compute_ns: int
+    def __init__(self, tenant: _Optional[str] = ..., steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...
 
 class PhaseStats(_message.Message):
     __slots__ = ("phase", "counts", "sum_ns")

@@ -30,6 +30,9 @@ FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript
 ELSEWHERE = {"up": {"job", "instance"}}  # Prometheus's own
 
 
+TITLES = {panel["title"] for panel in dashboard.dashboard()["panels"]}
+
+
 def queries():
     """(where, query, labels that its legend or text needs)"""
     for panel in dashboard.dashboard()["panels"]:
@@ -102,18 +105,24 @@ def test_what_happened_is_counted(life):
     assert samples["lora_server_load_seconds_sum", "0", "disk"] > 0
     assert samples["lora_server_admission_wait_seconds_bucket", "+Inf"] == 0
     assert samples["lora_server_class_wait_seconds_bucket", "+Inf", "gold"] == 1
+    assert samples["lora_server_tenant_wait_seconds_count", "(operator)", "place"] == 1
+    for name in ("steps", "failed_steps", "compute_seconds"):
+        whole, own = (f"lora_server_{of}{name}_total" for of in ("", "tenant_"))
+        assert [samples[own, "(operator)", shard] for shard in "0123"] == [samples[whole, shard] for shard in "0123"]
 
 
 def test_a_query_asks_for_what_is_exposed(exposed):
     for where, query, legend in queries():
         query = query.replace("$__rate_interval", "5m")
         promql_parser.parse(query)
+        chosen = query.count('job=~"$job", instance=~"$instance"')
+        assert chosen == (len(re.findall(r"\blora_server_", query)) if where in TITLES else 0), query
         names = set(re.findall(r"\b(?:lora_server_\w+|up)\b", query))
         assert names and not names - set(exposed), (where, names - set(exposed))
         labels = set().union(*(exposed[name] for name in names))
         grouped = {label for group in re.findall(r"\bby \(([\w, ]+)\)", query) for label in re.split(r", *", group)}
         matched = set(re.findall(r"[{,]\s*(\w+)\s*[=!]~?", query))
-        assert not (grouped | matched | legend) - labels, where
+        assert not (grouped | matched | legend) - labels - ELSEWHERE["up"], where
 
 
 # ---- the page

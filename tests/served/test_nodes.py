@@ -16,7 +16,7 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import READY_SECONDS
 from tests.support.clocks import FAST, environment
 from tests.support.fleet import Fleet, now
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, listed, status, until
+from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, listed, status, until
 from tests.support.workload import NEW_TOKENS, workload
 
 OTHERS = ("shard 2", "shard 3")
@@ -115,6 +115,23 @@ def test_what_is_replaced_or_removed_goes_from_node_1(nodes):
     nodes.ask("Remove", name="late")
     until(lambda: updated not in nodes.versions(), "it went")
     assert served in nodes.versions(), "'qv' means it"
+
+
+def test_another_host_takes_the_rank_of_a_dead_node(nodes):
+    """It has an empty disk; docs/operations.md says what to do."""
+    load, first = nodes.load, nodes.first
+    kill(nodes.all.pop())
+
+    def others():
+        return [(shard.state, shard.node) for shard in status(first.address).shards[2:]]
+
+    until(lambda: others() == [("lost", 1), ("lost", 1)], "node 0 has noticed")
+    assert first.get("/readyz") == (503, "shards not up: [2, 3]\n")
+    nodes.second = nodes.start("--data-dir", str(nodes.directory / "data of another host"))
+    first.wait_ready()
+    assert others() == [("up", 1), ("up", 1)]
+    with nodes.attach() as lora, lora.adapters(load.names):
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
 
 
 # ---- two hosts on one machine: network namespaces behind a bridge, whose links can be cut

@@ -30,6 +30,7 @@ from lora_server.control.admission.updates import HoldUpdates
 from lora_server.control.events.log import EventLog
 from lora_server.errors import AdmissionError, LoraServerError
 from lora_server.histogram import Histogram
+from lora_server.per_tenant import PerTenant
 from lora_server.wire.events import ADMISSION, RequestAdmitted, RequestQueued
 
 
@@ -56,9 +57,16 @@ class AdmissionCounters:
     queued: int = 0  # admitted after they had waited
     waits: Histogram = field(default_factory=Histogram)  # seconds that queued tickets waited
     waits_by_class: dict[str, Histogram] = field(default_factory=dict)  # likewise, of all tickets with an SLO class
+    waits_by_tenant: PerTenant[Histogram] = field(default_factory=lambda: PerTenant(Histogram))  # of all tickets
     loads: Histogram = field(default_factory=Histogram)  # seconds that admitted tickets waited for weights
+    loads_by_tenant: PerTenant[Histogram] = field(default_factory=lambda: PerTenant(Histogram))
     hits: int = 0  # adapters that were READY in all device pools when a client got them
     misses: int = 0
+
+    def loaded(self, ticket: Ticket, now: float) -> None:
+        """Count an admitted ticket that does not wait for weights any more."""
+        for loads in (self.loads, self.loads_by_tenant.of(ticket.tenant)):
+            loads.add(int((now - ticket.admitted) * 1e9))
 
     def enqueue(self, client: int, ticket: Ticket) -> None:
         """Take that a ticket waits."""
@@ -67,6 +75,7 @@ class AdmissionCounters:
     def admit(self, client: int, ticket: Ticket, now: float) -> None:
         """Count a ticket that was admitted."""
         waited_ns = int((now - ticket.since) * 1e9)
+        self.waits_by_tenant.of(ticket.tenant).add(waited_ns)
         if ticket.slo.name:
             self.waits_by_class.setdefault(ticket.slo.name, Histogram()).add(waited_ns)
         if not ticket.waited:
@@ -269,7 +278,7 @@ class AdmissionQueue:
             elif self.loads.is_awaited(ticket):
                 continue
             del self.tickets.loading[key]
-            self.counters.loads.add(int((now - ticket.admitted) * 1e9))
+            self.counters.loaded(ticket, now)
             any_answered = True
         self.updates.flush()
         return any_answered

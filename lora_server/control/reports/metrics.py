@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
@@ -21,9 +19,10 @@ from lora_server.control.admission.tally import Tally
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.reports.build import build_info, certificate_expiry
+from lora_server.control.reports.durations import Durations, durations
 from lora_server.control.reports.metrics_disk import disk_metrics
+from lora_server.control.reports.metrics_tenant import tenant_metrics
 from lora_server.errors import AdapterFormatError, AdmissionError
-from lora_server.histogram import BOUNDS_NS
 
 STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
 
@@ -85,9 +84,9 @@ class ControllerCollector(Collector):
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
         text = "Time of steps at their shard, by phase"
-        yield _durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(live, "phases"))
+        yield durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(live, "phases"))
         text = "Time from when an adapter got its memory until it was whole, by where it came from"
-        yield _durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(live, "load_times"))
+        yield durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(live, "load_times"))
         ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
         for why, times in sorted(controller.clients.prefetches.ignored.items()):
             ignored.add_metric([why], times)
@@ -100,6 +99,7 @@ class ControllerCollector(Collector):
         yield from _admission(controller.adapters.admission.queue)
         yield _holds(controller.adapters.admission.tally)
         yield from disk_metrics(controller)
+        yield from tenant_metrics(live, controller.adapters.admission.queue.counters)
         refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
         for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
             refusals.add_metric([code], count)
@@ -113,21 +113,9 @@ class ControllerCollector(Collector):
         yield refused
 
 
-Durations = Iterable[tuple[list[str], Sequence[int], int]]  # labels, counts, nanoseconds
-
-
 def _of_shards(live: dict[int, ShardHandle], field: str) -> Durations:
     each = ((shard, one) for shard, handle in live.items() for one in getattr(handle.stats, field))
     return (([str(shard), one.phase], one.counts, one.sum_ns) for shard, one in each)
-
-
-def _durations(name: str, text: str, labels: Sequence[str], durations: Durations) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=labels)
-    bounds = [*(f"{bound * 1e-9:.6g}" for bound in BOUNDS_NS), "+Inf"]
-    for values, counts, sum_ns in durations:
-        buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
-        family.add_metric(values, buckets, sum_ns * 1e-9)
-    return family
 
 
 def _admission(queue: AdmissionQueue) -> Iterable[Metric]:
@@ -141,9 +129,9 @@ def _admission(queue: AdmissionQueue) -> Iterable[Metric]:
     loaded = "Time that admitted requests waited until their adapters were loaded"
     yield from (
         admitted,
-        _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
-        _durations("lora_server_weights_wait_seconds", loaded, [], [([], loads.counts, loads.sum_ns)]),
-        _durations(
+        durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
+        durations("lora_server_weights_wait_seconds", loaded, [], [([], loads.counts, loads.sum_ns)]),
+        durations(
             "lora_server_class_wait_seconds",
             of_class,
             ["slo_class"],

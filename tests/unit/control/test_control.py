@@ -3,6 +3,7 @@
 import random
 import sqlite3
 import stat
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.tally import Sum, Tally
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
+from lora_server.per_tenant import PerTenant
 from lora_server.placement import Layout
 from lora_server.registry.database import FILE, Database, count, counted
 from lora_server.spec import Invocation, Site
@@ -331,6 +333,13 @@ def test_other_files_and_newer_schemas_are_left_alone_and_nothing_stays_open(tmp
 
 
 TENANTS = {handle: f"tenant-{handle}" for handle in range(1, 40)}
+
+
+def test_tenants_beyond_the_first_hundred_share_a_counter():
+    counters = PerTenant(Counter, most=2)
+    for tenant in ("", "acme", "rival", "acme", "other"):
+        counters.of(tenant)["steps"] += 1
+    assert counters.all() == {"(operator)": {"steps": 1}, "acme": {"steps": 2}, "(other)": {"steps": 2}}
 
 
 def test_every_end_of_a_hold_counts_once():

@@ -10,9 +10,13 @@ import pytest
 import typer
 
 from docs import configuration
+from lora_server import spec
 from lora_server.config import ServeConfig, load
 from lora_server.config.groups import ESSENTIAL, GROUPS
 from lora_server.errors import BY_CODE, ConfigError
+from lora_server.placement import Layout
+from lora_server.wire.region import RegionLayout
+from provisioning.model import memory
 from tests.support.sources import FILES, ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md"]
@@ -70,6 +74,38 @@ def test_links_lead_somewhere():
     """Pictures and anchors, too; `make docs` asks the same of the site."""
     links = in_pages(r"\]\((?!https?:)([^)]+)\)")
     assert [found for found in links if leads_nowhere(*found)] == []
+
+
+QUESTIONS = re.findall(r"^\| ([^|]+\?[^|]*) \| [^|]+ \| ([^|]+) \|$", TEXTS["docs/faq.md"], re.MULTILINE)
+
+
+def test_fifteen_questions_of_operators_name_the_sections_that_answer_them():
+    """That the sections exist: test_links_lead_somewhere."""
+    assert len(QUESTIONS) == 15
+    assert [question for question, where in QUESTIONS if not re.search(r"\]\([^)]+\.md(#[\w-]+)?\)", where)] == []
+
+
+def test_the_readme_is_short_and_names_operations_and_memory():
+    readme = TEXTS["README.md"]
+    assert readme.count("\n") <= 120
+    assert all(f"](docs/{page}.md)" in readme for page in ("operations", "memory", "faq"))
+
+
+def test_every_page_leads_to_the_glossary_in_one_click():
+    words = set(re.findall(r"^\| ([^|]+) \|", TEXTS["docs/glossary.md"], re.MULTILINE))
+    known = {word for entry in words for word in entry.split(", ")}
+    assert known >= {"site", "step", "slot", "handle", "lease", "stage", "segment", "shard", "generation", "pin"}
+    assert [page for page, text in TEXTS.items() if "glossary.md)" not in text] == ["docs/glossary.md"]
+
+
+def test_the_sizing_example_is_what_the_code_computes():
+    text = TEXTS["docs/memory.md"].partition("## Sizing")[2].partition("\n## ")[0]
+    model, layout = spec.load("mixtral-8x7b"), Layout.parse("ep2-pp2")
+    whole, part = memory.adapter_bytes(model, 64) / 2**30, memory.fullest_shard_bytes(model, layout, 64) / 2**30
+    slots = RegionLayout.for_model(model, 256, 4).nbytes
+    said = [f"{whole:.2f} GiB", f"{part:.2f} GiB", f"{120 * part:.0f} GiB", f"{slots / 2**20:.0f} MiB"]
+    said += [f"{4 * slots / 2**30:.1f} GiB", f"{500 * whole:.0f} GiB"]
+    assert [one for one in said if one not in text] == []
 
 
 def commands():

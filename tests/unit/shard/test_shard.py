@@ -53,6 +53,20 @@ def test_an_unknown_handle_is_named(loaded):
     assert (counters.failed, counters.steps) == (failed + 1, steps + 1)
 
 
+def test_steps_are_counted_by_tenant(loaded):
+    counts = loaded.shard.by_tenant
+    before = {name: vars(counts.of(name)) | {} for name in ("acme", "rival")}
+    acme, rival = Client(loaded.shard, 1, tenant="acme"), Client(loaded.shard, 2, tenant="rival")
+    healthy(acme)
+    healthy(acme)
+    with pytest.raises(errors.UnknownAdapterError):
+        rival.send(rival.request(handle=ABSENT))
+    more = {name: {key: value - before[name][key] for key, value in vars(counts.of(name)).items()} for name in before}
+    assert (more["acme"]["steps"], more["acme"]["failed"], more["rival"]["failed"]) == (2, 0, 1)
+    assert min(more["acme"][key] for key in ("request_bytes", "response_bytes", "compute_ns", "wait_ns")) > 0
+    assert sum(value for key, value in more["rival"].items() if key != "failed") == 0
+
+
 @pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
 def test_a_step_may_name_only_what_its_client_holds(loaded):
     """A forged handle reads no weights, delays no other client, and what is held is told in time."""
