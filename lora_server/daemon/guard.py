@@ -67,8 +67,8 @@ def cannot_listen(flag: str, address: Address, error: OSError) -> ConfigError:
         from lora_server.doctor.network import listener
 
         return ConfigError(
-            f"{flag} {address}: cannot listen there, {listener(address.port) or 'another process'} does; end it, or "
-            f"give a port that is free, such as {_free_after(address)}"
+            f"{flag} {address}: cannot listen there, in use by {listener(address.port) or 'another process'}; end it, "
+            f"or give a port that is free, such as {_free_after(address)}"
         )
     reason = (error.strerror or str(error)).partition(" (while")[0]
     return ConfigError(

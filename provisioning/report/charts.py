@@ -42,22 +42,32 @@ def iar_over_slots(axes: Any, result: Result) -> None:
         axes.errorbar(
             [x], [mean], [[max(mean - low, 0)], [max(high - mean, 0)]], fmt="o", color="black", label="simulated, 95 %"
         )
-    axes.set(xlabel="cache slots M", ylabel="immediate admissibility", ylim=(0, 1.03))
+    axes.set(xlabel="cache slots M", ylabel="immediate admission rate", ylim=(0, 1.03))
 
 
 def region(axes: Any, result: Result) -> None:
     """Plot the slots that each GPU count offers, and the layouts that meet everything."""
     scenario = result.scenario
     most = min(max(2 * result.candidate.gpus, 8), scenario.max_gpus)
-    for gpus in range(1, most + 1):
-        for item in candidates(result.asked, gpus):
-            met = not item.failed
-            axes.scatter(gpus, item.slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
+    for (gpus, slots), layouts in _points(result, most).items():
+        met = [name for name, meets in layouts if meets]
+        axes.scatter(gpus, slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
+        if 0 < len(met) < len(layouts):
+            axes.annotate(", ".join(met), (gpus, slots), xytext=(4, 3), textcoords="offset points", fontsize=7)
     axes.axhspan(scenario.cache.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
     axes.axhline(scenario.cache.min_cache_slots, color="tab:orange", label=f"M* = {scenario.cache.min_cache_slots:,}")
-    axes.scatter([], [], color="tab:green", label="meets both SLOs")
+    axes.scatter([], [], color="tab:green", label="meets both SLOs (named: these layouts alone)")
     axes.scatter([], [], color="tab:red", marker="x", label="does not")
     axes.set(xlabel="LoRA Server GPUs (all layouts)", ylabel="cache slots M")
+
+
+def _points(result: Result, most: int) -> dict[tuple[int, int], list[tuple[str, bool]]]:
+    """Group the layouts by what the plot places them by, GPUs and slots; each with whether it meets everything."""
+    points: dict[tuple[int, int], list[tuple[str, bool]]] = {}
+    for gpus in range(1, most + 1):
+        for item in candidates(result.asked, gpus):
+            points.setdefault((gpus, item.slots), []).append((str(item.layout), not item.failed))
+    return points
 
 
 def latency_stack(axes: Any, result: Result) -> None:
@@ -79,9 +89,12 @@ def latency_stack(axes: Any, result: Result) -> None:
 def coupled_bars(axes: Any, result: Result) -> None:
     """Plot the immediate rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
-    names, series = ["IAR, model"], [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]]
+    names, series = (
+        ["admitted at once,\nmodel"],
+        [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]],
+    )
     if verdict is not None and coupled.verdict is not None:
-        names += ["immediate, simulated", "adapters within SLO"]
+        names += ["admitted at once,\nsimulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):
             values += [seen.immediate.mean, seen.adapters_within_slo.mean]
     places = np.arange(len(names))
@@ -132,8 +145,8 @@ def charts(result: Result) -> tuple[tuple[str, Draw], ...]:
 
 
 CHARTS: tuple[tuple[str, Draw], ...] = (
-    ("IAR over cache slots", iar_over_slots),
-    ("Feasible (M, GPUs)", region),
+    ("Immediate admission rate (IAR) over cache slots", iar_over_slots),
+    ("Cache slots (M) and GPUs that suffice", region),
     ("Latency per layout", latency_stack),
     ("Coupled and disaggregated on the same GPUs", coupled_bars),
     ("Simulated TTFT", ttft_cdf),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-POINTER = "What IAR, M*, Eq. 5, visible load and the other words mean: `provision glossary`."
+POINTER = (
+    "IAR is the immediate admission rate. What M*, Eq. 5, visible load and the other words mean: `provision glossary`."
+)
 
 TERMS = {
     "adapter slots, M": "What a cache holds at once: the LoRA Server's, which all instances share, or an instance's.",

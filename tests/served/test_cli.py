@@ -154,7 +154,7 @@ def test_an_address_in_use_is_named(tmp_path):
         for flag, address in taken.items():
             (other,) = taken.keys() - {flag}
             done = cli("serve", "--base-model", base, flag, address, other, "127.0.0.1:0")
-            words = f"error: {flag} {address}: cannot listen there, process "
+            words = f"error: {flag} {address}: cannot listen there, in use by process "
             assert (done.returncode, words in done.stderr) == (2, True), done.stderr
             host, _, port = done.stderr.rstrip().rpartition("such as ")[2].rpartition(":")
             socket.create_server((host, int(port))).close()

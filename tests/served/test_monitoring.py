@@ -4,8 +4,6 @@ import contextlib
 import http.client
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import promql_parser
@@ -19,12 +17,12 @@ from deploy.monitoring import dashboard
 from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
 from lora_server.registry.database import FILE, Database
+from tests.support.browser import look, needs_browser
 from tests.support.serving import HANG_SECONDS, cli, flags, status, until
 from tests.support.workload import workload
 
 FOLDER = Path(dashboard.__file__).parent
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OWN = "acme/law"
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/status.json": "application/json"}
 ELSEWHERE = {"up": {"job", "instance"}}  # Prometheus's own
@@ -164,25 +162,14 @@ def test_the_document_is_what_the_server_says(load, server):
     assert document["hits"] + document["misses"] >= 1
 
 
-def look(server, directory, *flags):
-    """What a browser makes of the page: its elements, and the size of its picture, which stays in `directory`."""
-    picture = directory / "page.png"
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom", *flags]
-    command += [f"--user-data-dir={directory}", f"--screenshot={picture}", "--virtual-time-budget=9000"]
-    command += [f"http://{server.http}/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, picture.read_bytes()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser")
+@needs_browser
 @pytest.mark.parametrize("flags", [["--window-size=1200,1500"], ["--window-size=390,2400"]], ids=["desk", "phone"])
 def test_a_browser_shows_it(server, tmp_path, flags):
-    elements, picture = look(server, tmp_path, *flags)
+    elements, picture = look(f"http://{server.http}/", tmp_path, *flags)
     assert all(f">{name}</td>" in elements for name in workload("mixtral").paths)
     assert elements.count('class="shard"') == 4 and elements.count('class="state up"') == 5
     assert ">acme</td>" in elements and ">(operator)</td>" in elements
-    assert re.search(r"there when asked for</dt><dd>[0-9.]+ %</dd>", elements)
+    assert re.search(r"hit rate</dt><dd>[0-9.]+ %</dd>", elements)
     assert elements.count("<span>loads from disk</span>") == 4
     assert "refused</dt><dd>0</dd>" in elements and "NaN" not in elements and "undefined" not in elements
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000

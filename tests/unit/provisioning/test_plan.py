@@ -3,11 +3,13 @@
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from html import escape
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from lora_server import spec
 from lora_server.config import load as config_of
@@ -25,7 +27,7 @@ from provisioning.plan.judge import judge, played
 from provisioning.plan.sensitivity import headroom
 from provisioning.plan.verdict import worth
 from provisioning.plan.verify import disaggregated, verify
-from provisioning.report import render
+from provisioning.report import charts, render
 from provisioning.report.document import document
 from provisioning.report.html import html
 from provisioning.report.result import answer
@@ -349,3 +351,13 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     assert wide.exit_code == 0
     assert yaml.safe_load(out.read_text())["nodes"] == 2
     assert config_of({}, out).wire == "e4m3"
+
+
+def test_the_plot_of_layouts_has_one_mark_per_point_and_names_those_that_meet():
+    """Layouts of as many GPUs have as many slots, and some of them may be too slow."""
+    result = answer(question(adapters=64, zipf=1.2, batch_size=256), seeds=0)
+    axes = Figure().add_subplot()
+    charts.region(axes, result)
+    marks = Counter(tuple(place) for one in axes.collections for place in one.get_offsets().tolist())
+    assert len(marks) > 8 and set(marks.values()) == {1}
+    assert [text.get_text() for text in axes.texts][:2] == ["ep2-pp2", "ep3-pp2"]

@@ -39,12 +39,12 @@ function totals(now) {
   const rows = {
     "adapters": count(now.adapters),
     "in use": count(now.active),
-    "wait for a place": count(now.queued),
-    "wait for weights": count(now.num_loading),
+    "waiting for a place": count(now.queued),
+    "waiting for weights": count(now.num_loading),
     "engines": count(now.clients),
     "device pools": `${size(sum("weight_bytes"))} of ${size(sum("total_bytes"))}`,
     "host pools": sum("host_total_bytes") ? `${size(sum("host_bytes"))} of ${size(sum("host_total_bytes"))}` : "none",
-    "there when asked for": now.hits + now.misses ? percent(now.hits / (now.hits + now.misses)) : "-",
+    "hit rate": now.hits + now.misses ? percent(now.hits / (now.hits + now.misses)) : "-",
     "refused": count(now.refused.length),
   };
   at("totals").replaceChildren(...Object.entries(rows).map(([name, value]) => {
