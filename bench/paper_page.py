@@ -19,6 +19,7 @@ Figure 11 takes half an hour: `make paper ARGS="--figures 11"`.
 "The paper" is what its text and tables say; of its plots no values are known. Stars in a plot are the paper's values.
 Rows where we find something else than the paper come first.
 """
+WORDS = "Words: [Glossary](glossary.md)"
 TAIL = """
 ## Not simulated
 
@@ -245,7 +246,13 @@ def page(folder: Path) -> str:
     for one in claims:
         verdict = "yes" if one.agrees(rows[one.figure]) else "**no**"
         lines.append(f"| {_short(one.figure)} | {one.what} | {one.paper} | {one.find(rows[one.figure])} | {verdict} |")
-    parts = [HEAD, "\n".join(lines), *(_section(one, rows[one.figure], folder) for one in PICTURES), TAIL.strip()]
+    parts = [
+        HEAD,
+        "\n".join(lines),
+        *(_section(one, rows[one.figure], folder) for one in PICTURES),
+        TAIL.strip(),
+        WORDS,
+    ]
     return "\n".join([parts[0], "\n\n".join(parts[1:])]) + "\n"
 
 
