@@ -80,10 +80,12 @@ class Reconnector:
         self.error: LoraServerError | None = None  # the newest failed attempt's
 
     def wait(self, seconds: float, *, once: bool = False) -> bool:
-        """Start joining if needed and wait for it; return whether the server is joined.
+        """Start joining if needed, unless it is closed, and wait for it; return whether the server is joined.
 
         With `once` only the first call of an outage waits. Raises the error that makes joining hopeless.
         """
+        if self._closed:
+            return False
         with self._lock:
             # the thread of an earlier outage: the session that it joined is lost again
             stale = self._thread is not None and not self._thread.is_alive() and self.error is None

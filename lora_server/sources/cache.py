@@ -142,6 +142,7 @@ class DiskCache:
                 self.abandon(claim)
                 return lease
             path = self.directory / f"{version}.{claim.nbytes}"
+            _touch(claim.path)
             claim.path.rename(path)
             sync(self.directory)
             fcntl.flock(claim.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -217,7 +218,7 @@ class DiskCache:
             return None
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):  # another process removes it now
-            os.utime(one.path)  # the least recently used is evicted first
+            _touch(one.path)
         return Lease(one.path, version, descriptor)
 
     def _evict_for(self, nbytes: int) -> bool:
@@ -243,6 +244,12 @@ class DiskCache:
         going = self.directory / f"{COMING}.{one.nbytes}.{secrets.token_hex(8)}"
         one.path.rename(going)  # first, so that no process finds half of it
         _delete(going)
+
+
+def _touch(path: Path) -> None:
+    """Note a use: the least recently used is evicted first."""
+    now = time.time_ns()  # the file system's own clock stands still for milliseconds
+    os.utime(path, ns=(now, now))
 
 
 def _last_use(one: CachedAdapter) -> int:

@@ -195,7 +195,7 @@ def test_the_search_finds_what_trying_every_layout_finds(data):
 @pytest.mark.long
 def test_fewer_gpus_with_more_slots_are_found():
     """28 GPUs hold as ep7-pp4, where 29 as ep29-pp1 and 30 as ep15-pp2 do not."""
-    asked = question(**ASKED[0] | {"max_gpus": 28, "zipf": 1.0, "burst_cv": 1.5})
+    asked = question(**ASKED[0] | {"max_gpus": 28, "zipf": 1.0, "burst_cv": 1.5, "iar": 0.95})
     chosen = verify(asked, smallest(asked), 5).choice.chosen
     assert chosen is not None and str(chosen.layout) == "ep7-pp4"
 

@@ -17,12 +17,12 @@ from lora_server.access.tls import ServerCertificate
 from lora_server.control.admission.queue import AdmissionQueue
 from lora_server.control.admission.tally import Tally
 from lora_server.control.controller import Controller
-from lora_server.control.members.shards import ShardHandle
 from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.control.reports.durations import Durations, durations
 from lora_server.control.reports.metrics_disk import disk_metrics
 from lora_server.control.reports.metrics_tenant import tenant_metrics
 from lora_server.errors import AdapterFormatError, AdmissionError
+from lora_server.wire import lora_server_pb2 as pb
 
 STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
 
@@ -59,7 +59,7 @@ class ControllerCollector(Collector):
         """Yield one family per quantity. Most are labelled by shard; `lora_server_shard_info` maps shards to stages and
         nodes."""
         controller = self._controller
-        live = controller.shards.live()
+        reported = {shard: handle.stats for shard, handle in controller.shards.live().items()}  # one report of each
         yield build_info(controller.agreement.spec, controller.agreement.layout)
         ready = not controller.not_ready()
         yield certificate_expiry(self._certificate)
@@ -74,19 +74,19 @@ class ControllerCollector(Collector):
         yield from (up, restarts)
         for name, text, device, host in _POOLS:
             pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
-            for shard, handle in live.items():
-                pool.add_metric([str(shard), "device"], getattr(handle.stats, device))
-                pool.add_metric([str(shard), "host"], getattr(handle.stats, host))
+            for shard, stats in reported.items():
+                pool.add_metric([str(shard), "device"], getattr(stats, device))
+                pool.add_metric([str(shard), "host"], getattr(stats, host))
             yield pool
         for name, text, field, factor in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=["shard"])
-            for shard, handle in live.items():
-                family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
+            for shard, stats in reported.items():
+                family.add_metric([str(shard)], getattr(stats, field) * factor)
             yield family
         text = "Time of steps at their shard, by phase"
-        yield durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(live, "phases"))
+        yield durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(reported, "phases"))
         text = "Time from when an adapter got its memory until it was whole, by where it came from"
-        yield durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(live, "load_times"))
+        yield durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(reported, "load_times"))
         ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
         for why, times in sorted(controller.clients.prefetches.ignored.items()):
             ignored.add_metric([why], times)
@@ -99,7 +99,7 @@ class ControllerCollector(Collector):
         yield from _admission(controller.adapters.admission.queue)
         yield _holds(controller.adapters.admission.tally)
         yield from disk_metrics(controller)
-        yield from tenant_metrics(live, controller.adapters.admission.queue.counters)
+        yield from tenant_metrics(reported, controller.adapters.admission.queue.counters)
         refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
         for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
             refusals.add_metric([code], count)
@@ -113,8 +113,8 @@ class ControllerCollector(Collector):
         yield refused
 
 
-def _of_shards(live: dict[int, ShardHandle], field: str) -> Durations:
-    each = ((shard, one) for shard, handle in live.items() for one in getattr(handle.stats, field))
+def _of_shards(reported: Mapping[int, pb.ShardStats], field: str) -> Durations:
+    each = ((shard, one) for shard, stats in reported.items() for one in getattr(stats, field))
     return (([str(shard), one.phase], one.counts, one.sum_ns) for shard, one in each)
 
 

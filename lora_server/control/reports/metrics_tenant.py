@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lora_server.control.admission.queue import AdmissionCounters
-from lora_server.control.members.shards import ShardHandle
 from lora_server.control.reports.durations import durations
+from lora_server.wire import lora_server_pb2 as pb
 
 # metric, help, fields of TenantStats, factor
 _COUNTERS = (
@@ -20,7 +20,7 @@ _COUNTERS = (
 )
 
 
-def tenant_metrics(live: Mapping[int, ShardHandle], counters: AdmissionCounters) -> Iterable[Metric]:
+def tenant_metrics(reported: Mapping[int, pb.ShardStats], counters: AdmissionCounters) -> Iterable[Metric]:
     """Yield how long each tenant's requests waited, and what the steps of its engines took of each shard."""
     waits = {"place": counters.waits_by_tenant.all(), "weights": counters.loads_by_tenant.all()}
     yield durations(
@@ -31,7 +31,7 @@ def tenant_metrics(live: Mapping[int, ShardHandle], counters: AdmissionCounters)
     )
     for name, text, fields, factor in _COUNTERS:
         family = CounterMetricFamily(name, f"{text}, by the tenant of their engine", labels=["shard", "tenant"])
-        for shard, handle in live.items():
-            for one in handle.stats.tenants:
+        for shard, stats in reported.items():
+            for one in stats.tenants:
                 family.add_metric([str(shard), one.tenant], factor * sum(getattr(one, field) for field in fields))
         yield family
