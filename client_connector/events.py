@@ -51,15 +51,19 @@ class KnownAdapters:
 
     def apply(self, event: AnyEvent) -> None:
         """Take what an event says about an adapter."""
-        full = getattr(event, "name", "")
-        with self._lock:
-            if isinstance(event, ResidencyChanged):
-                for key in self._meant.get(full, ()):
+        if isinstance(event, ResidencyChanged):
+            with self._lock:
+                for key in self._meant.get(event.name, ()):
                     self._change_state(key, event)
-            else:
-                self.changes += 1
-                for key in self._meant.pop(full, ()):
-                    self._answers.pop(key, None)
+        else:
+            self.forget(getattr(event, "name", ""))
+
+    def forget(self, name: str) -> None:
+        """Take that a name means something else now, or nothing."""
+        with self._lock:
+            self.changes += 1
+            for key in self._meant.pop(name, ()):
+                self._answers.pop(key, None)
 
     def _change_state(self, key: Key, event: ResidencyChanged) -> None:
         known = self._answers.get(key)

@@ -29,6 +29,10 @@ class Lookup:
         self._directory, self._seconds, self._look_seconds = directory, seconds, look_seconds
         self._outage, self._known = Outage(clock), known or KnownAdapters()
 
+    def forget(self, name: str) -> None:
+        """Ask the server for a name the next time: it was removed."""
+        self._known.forget(name)
+
     async def get(self, name: str, tenant: str = "", waits: bool = True) -> pb.Adapter:
         """See AdapterDirectory.get. Without `waits` it raises ServerUnavailableError at once."""
         while True:

@@ -227,7 +227,9 @@ async def _load(
 async def _unload(original: Any, directory: AdapterDirectory, self: Any, request: Any) -> Any:
     """Remove from the server what this engine's API added there."""
     if CALLER.get() is not None:
-        return await asyncio.to_thread(_unload_as_caller, request)
+        answer = await asyncio.to_thread(_unload_as_caller, request)
+        getattr(self, LOOKUP).forget(request.lora_name)
+        return answer
     if request.lora_name in self.lora_server_added:
         try:
             await asyncio.to_thread(directory.remove, request.lora_name)
@@ -236,6 +238,7 @@ async def _unload(original: Any, directory: AdapterDirectory, self: Any, request
         except LoraServerError as error:
             return _refusal(error)
         self.lora_server_added.discard(request.lora_name)
+        getattr(self, LOOKUP).forget(request.lora_name)  # its event may come later
     return await original(request)
 
 

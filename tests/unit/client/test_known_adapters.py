@@ -44,6 +44,8 @@ def test_a_name_is_known_until_an_event_changes_it(known):
     assert known.find("law").name == "law" and known.find("other") is None
     known.apply(AdapterRemoved("law", "v"))
     assert known.find("law") is None and known.find("art") is not None
+    known.forget("art")
+    assert known.find("art") is None, "removed by this engine, whose event is under way"
 
 
 def test_a_name_that_a_tenant_would_mean_something_else_by_is_asked_for_again(known):
