@@ -22,7 +22,7 @@ def work(session: RemoteSession, adapters: int, seconds: float, seed: int, waite
     """Hold and release in turn."""
     dice, until = random.Random(seed), time.monotonic() + seconds
     weights = [1.0 / rank for rank in range(1, adapters + 1)]
-    names = [f"a{number:06}" for number in dice.choices(range(adapters), weights, k=64)]
+    names = [f"a{number:05}" for number in dice.choices(range(adapters), weights, k=64)]
     time.sleep(dice.uniform(0, PAUSE_SECONDS))
     while (began := time.monotonic()) < until:
         held = session.ask_soon(session.ticket(), [names[len(waited) % len(names)]]).result(PATIENCE)

@@ -25,10 +25,11 @@ import numpy as np
 import psutil
 
 from bench import harness
+from bench.many_adapters import make
 from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, launch
 
-CONTENTS, PATIENCE = 20, 3600.0
+PATIENCE = 3600.0
 SHARDS_EACH, ENGINES_EACH = 64, 125  # of a process
 STAGES = 32
 TOKEN = "control-scale-bench"
@@ -39,18 +40,6 @@ COLUMNS = (
     " | acquire ms, p50 {p50_ms:.1f} | p99 {p99_ms:.1f} | per s {rate:.0f} | list s {list_s:.2f}"
     " | status s {status_s:.2f} | page s {page_s:.2f} | MB {mb:.0f} | CPU s {cpu_s:.0f}"
 )
-
-
-def make(root: Path, count: int) -> None:
-    """Write a model of many layers, and adapters that are hard links to a few contents."""
-    contents = {f"content-{seed}": {"lora_rank": 1, "targets": "qv"} for seed in range(min(CONTENTS, count))}
-    harness.make(root, "mixtral", contents, **SIZES)
-    (root / "adapters").rename(root / "contents")
-    for number in range(count):
-        target = root / "adapters" / f"a{number:06}"
-        target.mkdir(parents=True)
-        for file in (root / "contents" / f"content-{number % len(contents)}").iterdir():
-            (target / file.name).hardlink_to(file)
 
 
 @contextlib.contextmanager
@@ -99,7 +88,7 @@ def measure(size: Size, seconds: float) -> dict[str, Any]:
     """Run one server of this size."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        make(root, size.adapters)
+        make(root, size.adapters, 1, "qv", **SIZES)
         (root / "token").write_text(TOKEN)
         layout = f"ep{size.shards // STAGES}-pp{STAGES}"
         flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", layout]

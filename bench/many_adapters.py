@@ -33,10 +33,10 @@ POOL = "1MiB"
 PATIENCE = 600.0
 
 
-def make(root: Path, count: int, lora_rank: int = 4, targets: str = "all") -> torch.nn.Module:
-    """Make a tiny model, and `count` adapters that are hard links to a few contents."""
+def make(root: Path, count: int, lora_rank: int = 4, targets: str = "all", **sizes: int) -> torch.nn.Module:
+    """Make a tiny model, of these sizes, and `count` adapters that are hard links to a few contents."""
     contents = {f"content-{seed}": {"lora_rank": lora_rank, "targets": targets} for seed in range(min(CONTENTS, count))}
-    model = harness.make(root, "mixtral", contents)
+    model = harness.make(root, "mixtral", contents, **sizes)
     (root / "adapters").rename(root / "contents")
     for number in range(count):
         target = root / "adapters" / f"a{number:05}"

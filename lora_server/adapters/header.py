@@ -45,12 +45,18 @@ def header_bytes(read: Callable[[int, int], bytes | bytearray], size: int, *, na
 
 
 def read_header(
-    read: Callable[[int, int], bytes | bytearray], size: int, most_bytes: int, *, name: str, file: int = 0
+    read: Callable[[int, int], bytes | bytearray],
+    size: int,
+    most_bytes: int,
+    *,
+    name: str,
+    file: int = 0,
+    any_dtype: bool = False,
 ) -> list[TensorEntry]:
     """Return the tensors of a file of `size` bytes by offset; `read(begin, end)` reads it, errors call it `name`.
 
-    `most_bytes`: of headers of this base model. Raises AdapterFormatError for every header that does not describe this
-    file exactly.
+    `most_bytes`: of headers of this base model. `any_dtype`: also others than those of an adapter. Raises
+    AdapterFormatError for every header that does not describe this file exactly.
     """
     length = header_bytes(read, size, name=name)
     raw = read(8, 8 + length)
@@ -58,8 +64,8 @@ def read_header(
     fields = _parse(raw, name)
     fields.pop("__metadata__", None)
     data_begin = 8 + length
-    entries = [_entry(key, value, data_begin, size, file) for key, value in fields.items()]
-    if not entries:
+    entries = [_entry(key, value, data_begin, size, file, any_dtype) for key, value in fields.items()]
+    if not entries and not any_dtype:
         raise refusal(name, got="no tensors", expected="the A and B matrices of an adapter", do="save it again")
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     _check_cover(entries, data_begin, size, name)
@@ -87,11 +93,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _entry(key: str, value: Any, data_begin: int, size: int, file: int) -> TensorEntry:
+def _entry(key: str, value: Any, data_begin: int, size: int, file: int, any_dtype: bool) -> TensorEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise refusal(key, got=shown(value), expected="dtype, shape and data_offsets in the header", do=_DAMAGED)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or (dtype not in ITEM_BYTES and not any_dtype):
         wanted = f"dtype {', '.join(ITEM_BYTES)}"
         raise refusal(key, got=f"dtype {shown(dtype)}", expected=wanted, do="convert the adapter to one of these")
     if not _naturals(shape):
@@ -99,8 +105,8 @@ def _entry(key: str, value: Any, data_begin: int, size: int, file: int) -> Tenso
     if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data_begin:
         wanted = f"two rising offsets within the {size - data_begin} bytes of data"
         raise refusal(key, got=f"data_offsets {shown(offsets)}", expected=wanted, do=_DAMAGED)
-    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if offsets[1] - offsets[0] != num_bytes:
+    num_bytes = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and offsets[1] - offsets[0] != num_bytes:
         wanted = f"{num_bytes} for shape {shown(shape)} of {dtype}"
         raise refusal(key, got=f"{offsets[1] - offsets[0]} bytes of data", expected=wanted, do=_DAMAGED)
     return TensorEntry(key, dtype, tuple(shape), data_begin + offsets[0], data_begin + offsets[1], file)

@@ -15,7 +15,7 @@ from lora_server.errors import ConfigError
 if TYPE_CHECKING:
     from lora_server.merged import MergedRecord
 
-BREAK_EVEN = 0.5
+BREAK_EVEN, MIB = 0.5, 1 << 20
 BaseOption = Annotated[Path, typer.Option(help="Directory of the base model, in safetensors.")]
 AdapterOption = Annotated[
     str, typer.Option(help="PEFT directory of the adapter, or with --server its name there (--name: its name).")
@@ -117,15 +117,8 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: None
         return
     with terminal.progress(transient=True) as progress:
-        task = progress.add_task("merging (MiB)", total=total >> 20)
-        written = 0
-
-        def report(nbytes: int) -> None:
-            nonlocal written
-            written += nbytes
-            progress.update(task, completed=written >> 20)
-
-        yield report
+        task = progress.add_task("merging (MiB)", total=total / MIB)
+        yield lambda nbytes: progress.advance(task, nbytes / MIB)
 
 
 def _show(record: MergedRecord, out: Path) -> None:

@@ -25,7 +25,7 @@ from lora_server.daemon.shard_commands import ShardCommands
 from lora_server.daemon.shard_parts import OnGone, ServingParts, ShardListeners
 from lora_server.daemon.shard_reports import ShardReports
 from lora_server.daemon.stream import ControllerStream
-from lora_server.daemon.watchdog import Watchdog
+from lora_server.daemon.watchdog import LoopWatchdog
 from lora_server.errors import LeaseError
 from lora_server.placement import Layout, Placement
 from lora_server.sources.fetch import Fetcher
@@ -87,7 +87,7 @@ class ShardProcess:
         threading.Thread(target=self._reports.run, args=(self.stopping,), daemon=True, name="stats").start()
         following = self.parts.layers_moved, self.stopping
         threading.Thread(target=self._reports.follow, args=following, daemon=True, name="residency").start()
-        watchdog = Watchdog(self.config.timings.hung)
+        watchdog = LoopWatchdog(self.config.timings.hung)
         threading.Thread(target=watchdog.run, args=(self.stopping,), daemon=True, name="watchdog").start()
         self.parts.shard.run(watchdog.turning(self.stopping.is_set))
         self.listeners.close()

@@ -13,7 +13,7 @@ LOOKS = 20  # that find no turn; a process that was stopped by a signal, and goe
 log = structlog.get_logger()
 
 
-class Watchdog:
+class LoopWatchdog:
     """Counts the turns of a loop. A thread calls `run`, which ends the process when the loop makes none for `seconds`.
 
     It may take as long as it likes to begin.

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import struct
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lora_server.errors import ConfigError
+from lora_server.adapters.header import TensorEntry, header_bytes, read_header
+from lora_server.adapters.refusal import refusal
+from lora_server.errors import AdapterFormatError, ConfigError
 from lora_server.merged import MERGED
 from lora_server.spec import ModelSpec, load
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that deltas can be added to
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 _MAX_HEADER = 100 << 20
-
-
-class BaseTensor(NamedTuple):
-    """A tensor of a checkpoint; `begin` and `end` are offsets from the start of its file."""
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Checkpoint:
@@ -45,7 +35,7 @@ class Checkpoint:
         if (directory / MERGED).exists():
             raise ConfigError(f"{directory}: got a merged model ({MERGED}), expected a base model; name the original")
         self.weight_files = self._weight_files()
-        self.tensors = [tensor for name in self.weight_files for tensor in _header(directory / name)]
+        self.tensors = [one for file, name in enumerate(self.weight_files) for one in _header(directory / name, file)]
 
     def _weight_files(self) -> list[str]:
         if (self.directory / INDEX).is_file():
@@ -67,31 +57,20 @@ class Checkpoint:
                 yield path
 
 
-def _header(path: Path) -> list[BaseTensor]:
+def _header(path: Path, file: int) -> list[TensorEntry]:
     """Read a file's header. Raises ConfigError for one that does not describe the file to its last byte."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8)) if size >= 8 else (size,)
-        if length > min(size - 8, _MAX_HEADER):
-            raise _damaged(path, f"{size} bytes", "a safetensors header and its tensors")
+    with path.open("rb", buffering=0) as opened:
+
+        def read(begin: int, end: int) -> bytes:
+            return os.pread(opened.fileno(), end - begin, begin)
+
+        size = path.stat().st_size
         try:
-            fields: dict[str, Any] = json.loads(file.read(length))
-            fields.pop("__metadata__", None)
-            tensors = [
-                BaseTensor(name, path.name, one["dtype"], tuple(one["shape"]), *(8 + length + at for at in offsets))
-                for name, one in fields.items()
-                if len(offsets := one["data_offsets"]) == 2
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, f"a header that cannot be read ({error})", "a safetensors header") from None
-    end = max((tensor.end for tensor in tensors), default=8 + length)
-    if end != size:
-        raise _damaged(path, f"{size} bytes", f"{end} by its header")
-    return tensors
-
-
-def _damaged(path: Path, got: str, expected: str) -> ConfigError:
-    return ConfigError(f"{path}: got {got}, expected {expected}; the file is truncated or damaged, copy it again")
+            if (length := header_bytes(read, size, name=path.name)) > _MAX_HEADER:
+                raise refusal(path.name, got=f"a header of {length} bytes", expected=f"at most {_MAX_HEADER}")
+            return read_header(read, size, _MAX_HEADER, name=path.name, file=file, any_dtype=True)
+        except AdapterFormatError as error:
+            raise ConfigError(f"{path}: {error}; the file is truncated or damaged, copy it again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lora_server.adapters import Adapter
+from lora_server.adapters.header import ITEM_BYTES, TensorEntry
 from lora_server.adapters.keys import Form, Target, weight_target
 from lora_server.errors import ConfigError
-from lora_server.merge.checkpoint import ITEM_BYTES, BaseTensor, Checkpoint
+from lora_server.merge.checkpoint import Checkpoint
 from lora_server.spec import ModelSpec, Section, Site
 
 
@@ -43,7 +44,7 @@ def find_places(checkpoint: Checkpoint, adapter: Adapter) -> list[MatrixPlace]:
         place
         for tensor in checkpoint.tensors
         if (target := weight_target(tensor.name, spec)) is not None and target.site in sites
-        for place in _places(tensor, target, spec)
+        for place in _places(tensor, checkpoint.weight_files[tensor.file], target, spec)
         if _changes(adapter, place)
     ]
     found = {(place.site, place.expert, section.name) for place in places for section in place.sections}
@@ -68,7 +69,7 @@ def _changes(adapter: Adapter, place: MatrixPlace) -> bool:
     return bool(_changed(adapter, place.site, place.expert, place.sections))
 
 
-def _places(tensor: BaseTensor, target: Target, spec: ModelSpec) -> Iterator[MatrixPlace]:
+def _places(tensor: TensorEntry, file: str, target: Target, spec: ModelSpec) -> Iterator[MatrixPlace]:
     site, stacked = target.site, target.form is Form.STACKED
     sections = tuple(one for one in spec.sections(site) if target.section in (one.name, site.projection))
     transposed = stacked and spec.interleaved_gate_up
@@ -78,7 +79,7 @@ def _places(tensor: BaseTensor, target: Target, spec: ModelSpec) -> Iterator[Mat
     expected = (len(experts), *shape) if stacked else shape
     if tensor.shape != expected or tensor.dtype not in ITEM_BYTES:
         raise ConfigError(
-            f"{tensor.file}: {tensor.name}: got shape {list(tensor.shape)} of {tensor.dtype}, expected "
+            f"{file}: {tensor.name}: got shape {list(tensor.shape)} of {tensor.dtype}, expected "
             f"{list(expected)} of {', '.join(ITEM_BYTES)}; is config.json of another model?"
         )
     nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
@@ -86,7 +87,7 @@ def _places(tensor: BaseTensor, target: Target, spec: ModelSpec) -> Iterator[Mat
         begin = tensor.begin + index * nbytes
         yield MatrixPlace(
             tensor.name,
-            tensor.file,
+            file,
             tensor.dtype,
             begin,
             begin + nbytes,

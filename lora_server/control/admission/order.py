@@ -96,9 +96,10 @@ class AdmissionOrder:
     def expect(self, names: tuple[str, ...], load: float) -> None:
         """Change the seconds that loading these adapters is expected to take, in all tickets that want them."""
         for one in map(self._waiting.__getitem__, self._by_names[names]):
-            if one.ticket.load != load:
-                one.ticket.load = load
-                self._tenants[one.ticket.tenant].expect(one.serial, nanoseconds(load))
+            if one.ticket.load == load:
+                return  # so it is in all of them: `add` brings them to one
+            one.ticket.load = load
+            self._tenants[one.ticket.tenant].expect(one.serial, nanoseconds(load))
 
     def discard(self, key: TicketKey) -> None:
         """Remove a ticket, if it waits."""

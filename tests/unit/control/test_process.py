@@ -40,9 +40,9 @@ def test_a_traceback_is_written_and_not_kept():
 
 HANGS = """
 import sys, threading
-from lora_server.daemon.watchdog import Watchdog
+from lora_server.daemon.watchdog import LoopWatchdog
 turns, begins = int(sys.argv[1]), threading.Event()
-watchdog, stopping = Watchdog(0.2), threading.Event()
+watchdog, stopping = LoopWatchdog(0.2), threading.Event()
 threading.Thread(target=watchdog.run, args=(stopping,), daemon=True).start()
 def hangs_here():
     stopped = watchdog.turning(stopping.is_set)
