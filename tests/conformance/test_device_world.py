@@ -114,7 +114,8 @@ def test_a_place_is_its_process_s(place):
     refused = place.engine().ask("join")
     assert re.match(r"NVSHMEM: world \d+ is complete, and no process joins it any more \(1 of 2 ", refused["reason"])
     assert goes.ask("join")["event"] == "joined" and goes.ask("go")["digest"] == bits, "it came back"
-    assert goes.ask("leave", abandon=True)["event"] == "left"
+    stopped = [process.pid for process in shard_processes(place.address)]
+    assert goes.ask("leave", stopped=stopped)["event"] == "left"
     until(lambda: "what it sent may still be on its way" in goes.ask("join", seconds=1.0)["reason"], "its place rests")
     plays.ask("lose")
     place.check(plays, 4)

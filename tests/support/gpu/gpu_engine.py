@@ -3,7 +3,7 @@
 JSON lines of stdin, one answer each:
 {"do": "join"}              -> "joined": a session, for steps of the first adapter at each shard
 {"do": "go"}                -> "went": a digest of such steps' rows, or the code that one was refused with
-{"do": "leave"}             -> "left"; with "abandon": true, a step is still on its way
+{"do": "leave"}             -> "left"; with "stopped": pids, a step to these shards, which stand still, is on its way
 {"do": "halt", "rounds": n} -> "halted": it has put a step as far as n of its kernel's turns, and does no more
 {"do": "record"}            -> "recorded": a serving engine's pass, without adapter rows; a scheduler has the adapters
 {"do": "play", "names": [...], "seed": n}  -> "played": a digest of the replay's result or its failures, and steps sent;
@@ -14,6 +14,7 @@ anything that fails         -> "failed": the error's code and text
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,9 +23,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import psutil
 import torch
 
 from bench.gpu_run.child import say
@@ -76,6 +78,22 @@ def killed_meanwhile(forward: LaunchedPass, pid: int) -> threading.Thread:
     return killer
 
 
+@contextlib.contextmanager
+def all_stopped(pids: Iterable[int]) -> Iterator[None]:
+    """No thread of these processes runs meanwhile."""
+    processes = [psutil.Process(pid) for pid in pids]
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        threads = [psutil.Process(thread.id) for thread in process.threads()]
+        until(lambda threads=threads: all(one.status() == psutil.STATUS_STOPPED for one in threads), "it is stopped")
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
 class Engine:
     def __init__(self, server: str, transport: str, adapters: list[str]) -> None:
         self.server, self.transport, self.adapters = server, transport, adapters
@@ -94,10 +112,11 @@ class Engine:
         refused = [answer for answer in answers if isinstance(answer, str)]
         return {"event": "went", "digest": refused[0] if refused else digest_of(answers)}
 
-    def leave(self, abandon: bool = False) -> dict[str, Any]:
-        if abandon:
-            self.steps[0].push()
-        self.session.leave()
+    def leave(self, stopped: Iterable[int] = ()) -> dict[str, Any]:
+        with all_stopped(stopped):
+            if stopped:
+                self.steps[0].push()
+            self.session.leave()
         return {"event": "left"}
 
     def halt(self, rounds: int) -> dict[str, Any]:
