@@ -1,10 +1,11 @@
 """A LoRA server beside what people would use instead: one machine, one run, the same requests, equal cores.
 
-    make race                      all rows, results and plot in bench/results; quarter of an hour on two quiet cores
+    make race                      all rows, results and plot in bench/results; twenty minutes on two quiet cores
     make race ARGS=--short         a tiny model and a few requests, to see that it runs; writes nothing unless --out
 
 base          vLLM without adapters, on all cores and on one: what no adapter costs
-vLLM's LoRA   vLLM's own, tuned: the number of places (max_loras) and threads that serves the first load best
+vLLM's LoRA   vLLM's own, tuned: the number of places (max_loras) and threads that serves a middling load best; where
+              that are more than 8 places, also with 8, as where GPU memory has no room for more
 ours          the same vLLM on one core, and a LoRA server of one shard on the other
 PEFT          transformers and PEFT, mixed batches; a batch ends with its longest answer
 
@@ -52,7 +53,7 @@ class Plan:
     counts: tuple[int, ...] = (64, 16, 256)  # of attention adapters; the first has all rows
     all_sites: int = 64
     one_thread: bool = True  # also vLLM with one thread, without adapters and with its own LoRA
-    rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 6.0)
+    rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 6.0, 9.0)
     some_rates: tuple[float, ...] = (2.0, 3.0)  # of the other counts and sites
     width: int = 16
     peft_rate: float = 1.0
@@ -133,14 +134,17 @@ class Race:
         return made
 
 
-def tune(race: Race, calls: list[Call], **about: Any) -> str:
-    """Run vLLM's own LoRA by threads, then by places. Returns the name of the best setting, the only one that stays."""
-    first, *others = race.plan.places
+def tune(race: Race, calls: list[Call], **about: Any) -> list[str]:
+    """Run vLLM's own LoRA by threads, then by places.
+
+    Returns the names of those that stay: the best setting, and the first number of places if that is another.
+    """
+    few, *others = race.plan.places
     threads = [race.plan.cores, 1] if race.plan.one_thread else [race.plan.cores]
-    best = _best(race, [own(first, count) for count in threads], calls, about)
+    first = best = _best(race, [own(few, count) for count in threads], calls, about)
     if others:
-        best = _best(race, [own(places, best.threads) for places in others], calls, about, best)
-    return best.name
+        best = _best(race, [own(places, first.threads) for places in others], calls, about, first)
+    return list(dict.fromkeys([best.name, first.name]))
 
 
 def own(places: int, threads: int) -> System:
@@ -155,11 +159,10 @@ def _best(
     names = [system.name for system in (*systems, *([beside] if beside else []))]
     rows = race.run(names, calls, **about)
     best = max(rows, key=lambda one: (one["within"], -one["ttft_p95_s"]))["system"]
-    kept = race.running[best].system
     for name in names:
-        if name != best:
+        if name != best and (beside is None or name != beside.name):
             race.stop(name)
-    return kept
+    return race.running[best].system
 
 
 def race_all(plan: Plan, work: Path, traces: Path) -> list[score.Row]:
@@ -177,28 +180,32 @@ def race_all(plan: Plan, work: Path, traces: Path) -> list[score.Row]:
 def _run(race: Race, traces: Path) -> None:
     plan, first = race.plan, race.plan.counts[0]
     attention = load.names("attention", first)
-    pilot = plan.rates[min(1, len(plan.rates) - 1)]
+    pilot = plan.rates[len(plan.rates) // 2]
     about = {"adapters": first, "sites": "attention"}
-    best = tune(race, load.poisson(attention, pilot, plan.seconds, 1), load="tuning", rate=pilot, **about)
+    own_ways = tune(race, load.poisson(attention, pilot, plan.seconds, 1), load="tuning", rate=pilot, **about)
     bases = [System("base", "base", plan.cores), System("base, 1 thread", "base", 1)][: 1 + plan.one_thread]
     race.start([*bases, System("ours", "ours", max(1, plan.cores - 1))])
-    everyone = [*(one.name for one in bases), best, "ours"]
-    ladder(race, ["base", best, "ours"], attention, plan.rates, about)
+    ladder(race, ["base", *own_ways, "ours"], attention, plan.rates, about)
     closed = load.supply(attention, 256, 2)
-    race.run(everyone, closed, plan.width, load="closed", rate=plan.width, **about)
+    race.run(
+        [*(one.name for one in bases), *own_ways, "ours"], closed, plan.width, load="closed", rate=plan.width, **about
+    )
     for name, file in load.TRACES.items():
         if (traces / file).exists():
             calls = load.compressed(traces / file, attention, plan.trace_rate, plan.seconds, 3)
-            race.run([best, "ours"], calls, load=name, rate=plan.trace_rate, **about)
+            race.run([*own_ways, "ours"], calls, load=name, rate=plan.trace_rate, **about)
         else:
             SAY.print(f"{name}: left out, there is no {traces / file}")
+    best, *others = own_ways
+    for name in others:
+        race.stop(name)
     for count in plan.counts[1:]:
         named = load.names("attention", count)
         ladder(race, [best, "ours"], named, plan.some_rates, about | {"adapters": count})
         calls = load.supply(named, 256, 2)
         race.run([best, "ours"], calls, plan.width, load="closed", rate=plan.width, **about | {"adapters": count})
     if plan.all_sites:
-        of_all_sites(race, best, everyone)
+        of_all_sites(race, best, [*(one.name for one in bases), best, "ours"])
     race.stop(best)
     with_peft(race, attention, about)
 

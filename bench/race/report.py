@@ -42,33 +42,35 @@ def tables(found: Mapping[str, Any]) -> list[Table | str]:
 
 
 def readme(found: Mapping[str, Any]) -> str:
-    """Build the README's table: the loads with the worst ratios first, then the best, and closed loops."""
+    """Build the README's table: the worst ratios, the load that ours serves worst, the best, closed loops."""
     pairs = [pair for pair in map(_pair, _loads(found["rows"])) if pair]
     opened = sorted((one for one in pairs if one[0]["load"] != "closed"), key=_gain)
     closed = sorted((one for one in pairs if one[0]["load"] == "closed"), key=_speed)
-    chosen = {id(one[0]): one for one in (*opened[:3], *opened[-2:], *closed[:2])}
+    hardest = sorted(opened, key=lambda one: one[1]["within"])[:1]
+    chosen = {id(one[0]): one for one in (*opened[:3], *hardest, *opened[-2:], *closed[:2])}
     return "\n".join([HEADER, *map(_readme_row, chosen.values()), *_rates(found["rows"]), *_of_base(found["rows"])])
 
 
 def _readme_row(pair: Pair) -> str:
     theirs, _ = pair
-    adapters = f"{theirs['adapters']}, {theirs['sites']} sites"
+    adapters, way = f"{theirs['adapters']}, {theirs['sites']} sites", f"{theirs['system'].split(', ')[1]}: "
     if theirs["load"] == "closed":
         speeds = " | ".join(f"{one['tokens_per_s']:.0f} tokens/s" for one in pair)
-        return f"| {theirs['rate']:g} in flight | {adapters} | {speeds} | {_speed(pair):.2f}x the tokens/s |"
+        return f"| {theirs['rate']:g} in flight | {adapters} | {way}{speeds} | {_speed(pair):.2f}x the tokens/s |"
     cells = " | ".join(
         f"TTFT {one['ttft_p50_s']:.2f}/{one['ttft_p95_s']:.2f} s, TPOT {one['tpot_p50_s'] * 1e3:.0f} ms, "
         f"{one['within']:.0%}"
         for one in pair
     )
-    return f"| {theirs['load']}, {theirs['rate']:g}/s | {adapters} | {cells} | {_gain(pair):.1f}x lower TTFT p95 |"
+    return f"| {theirs['load']}, {theirs['rate']:g}/s | {adapters} | {way}{cells} | {_gain(pair):.1f}x lower TTFT p95 |"
 
 
 def write(found: Mapping[str, Any], out: Path) -> None:
     """Write out/race-cpu-YEAR-MONTH.json and .md."""
     out.mkdir(parents=True, exist_ok=True)
     stem = f"race-cpu-{time.strftime('%Y-%m')}"
-    (out / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
+    rows = [{key: None if value != value else value for key, value in row.items()} for row in found["rows"]]
+    (out / f"{stem}.json").write_text(json.dumps({**found, "rows": rows}, indent=1, allow_nan=False) + "\n")
     (out / f"{stem}.md").write_text(markdown(found, stem))
 
 
@@ -122,10 +124,11 @@ def _loads(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _pair(rows: list[Row]) -> Pair | None:
-    """Return (vLLM's LoRA, ours) of a load that has both."""
+    """Return (vLLM's LoRA, ours) of a load that has both; of the former, the setting that serves this load best."""
+    best = "tokens_per_s" if rows[0]["load"] == "closed" else "within"
     theirs = [row for row in rows if row["system"].startswith("vLLM's")]
     ours = [row for row in rows if row["system"] == "ours"]
-    return (theirs[0], ours[0]) if theirs and ours else None
+    return (max(theirs, key=lambda row: (row[best], -row["ttft_p95_s"])), ours[0]) if theirs and ours else None
 
 
 def _gain(pair: Pair) -> float:

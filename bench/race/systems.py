@@ -115,7 +115,6 @@ def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any
         "max_num_seqs": BATCH,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "distributed_executor_backend": "uni",  # else the core's process spins while it waits for its worker's
     }
     if system.kind == "own":
         settings |= {"enable_lora": True, "max_loras": system.places, "max_lora_rank": max(RANKS)}
