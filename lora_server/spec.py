@@ -315,5 +315,6 @@ PRESETS: dict[str, ModelSpec] = {
             ("hidden", "ffn", "heads", "kv_heads", "head_dim"),
         ),
         _preset("dbrx", "dbrx", (40, 16, 4, 6144, 10752), (48, 8, 128)),
+        _preset("small-mixtral", "mixtral", (4, 8, 2, 256, 512), (4, 2, 64)),  # no paper's: `lora-server profile`'s
     )
 }

@@ -6,7 +6,7 @@ status     state of a running server               complete   adapter names for 
 doctor     checks of this machine                  live       status --watch
 tokens     tokens and their roles                  tenants    tenants and their limits
 sharing    adapters shared between tenants         audit      the audit log
-events     what happened, and what happens
+events     what happened, and what happens            profile    measures this machine for provision
 merge      an adapter into base weights, offline
 local      tokens and tenants without a server     drain      draining before a node or shard stops
 """

@@ -7,5 +7,6 @@ files    adapters in every layout on disk                 oracle   what they mus
 serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a child
 styles   a model and adapters that answer in words  words    prompts and answers as text
 ask      one question through a running server
+profile  what `lora-server profile` measures       profiled_engine   one of its engines
 children what ends with its parent                  inproc   shards inside the caller's own process
 """

@@ -5,9 +5,12 @@ One JSON job on stdin, one JSON result on stdout: `python -m lora_server.demo.en
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -15,7 +18,7 @@ import torch
 
 from client_connector.exchange import GemmTimes, StepTimes
 from lora_server import logs
-from lora_server.spec import Site
+from lora_server.spec import EXPERT_PROJECTIONS, Site
 
 
 class Sequence(msgspec.Struct):
@@ -43,12 +46,13 @@ class EngineAnswer(msgspec.Struct):
 
 
 class Times(msgspec.Struct):
-    """Mean microseconds per layer of expert sites (both projections), while decoding."""
+    """Median microseconds per layer of expert sites (both projections); `layer` is all of it, attention included."""
 
     recv: float = 0.0
     lora: float = 0.0
     send: float = 0.0
     moe: float = 0.0
+    layer: float = 0.0
 
 
 class EngineResult(msgspec.Struct):
@@ -68,32 +72,47 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._exchanges: dict[tuple[Site, int], list[StepTimes]] = defaultdict(list)
-        self._gemm_ns = 0
-        self._gemms = 0
+        self._gemms = list[GemmTimes]()
 
     def step(self, times: StepTimes) -> None:
         """Observe one message."""
-        if times.decode and times.site.projection in ("gate_up", "down"):
-            self._exchanges[times.site, self._gemms].append(times)
+        if times.site.projection in EXPERT_PROJECTIONS:
+            self._exchanges[times.site, len(self._gemms)].append(times)
 
     def gemm(self, times: GemmTimes) -> None:
         """Observe one of the engine's own GEMMs; runs once per site of a forward pass."""
-        if times.decode and times.site.projection in ("gate_up", "down"):
-            self._gemm_ns += times.ended_ns - times.began_ns
-            self._gemms += 1
+        if times.site.projection in EXPERT_PROJECTIONS:
+            self._gemms.append(times)
 
-    def means(self) -> Times:
-        """Average per layer: gate_up and down together."""
-        exchanges = list(self._exchanges.values())
-        if not exchanges:
-            return Times(moe=2e-3 * self._gemm_ns / max(1, self._gemms))
-        scale = 2e-3 / len(exchanges)  # ns to us, two projections per layer
+    def medians(self, *, decode: bool = True) -> Times:
+        """Return the times per layer, gate_up and down together, of decode steps or of prompts."""
+        exchanges = [steps for steps in self._exchanges.values() if steps[0].decode == decode]
+        gemms = [times for times in self._gemms if times.decode == decode]
+        by_site = [(steps[0].site, steps) for steps in exchanges]
         return Times(
-            recv=scale * sum(max(t.received_ns - t.pushed_ns for t in steps) for steps in exchanges),
-            lora=scale * sum(max(t.done_ns - t.started_ns for t in steps) for steps in exchanges),
-            send=scale * sum(max(t.arrived_ns - max(t.done_ns, t.waited_ns) for t in steps) for steps in exchanges),
-            moe=2e-3 * self._gemm_ns / max(1, self._gemms),
+            recv=_sum_us((site, max(t.received_ns - t.pushed_ns for t in steps)) for site, steps in by_site),
+            lora=_sum_us((site, max(t.done_ns - t.started_ns for t in steps)) for site, steps in by_site),
+            send=_sum_us(
+                (site, max(t.arrived_ns - max(t.done_ns, t.waited_ns) for t in steps)) for site, steps in by_site
+            ),
+            moe=_sum_us((times.site, times.ended_ns - times.began_ns) for times in gemms),
+            layer=_layer_us(gemms),
         )
+
+
+def _sum_us(times_ns: Iterable[tuple[Site, int]]) -> float:
+    """Add the medians of the projections, in microseconds."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for site, ns in times_ns:
+        found[site.projection].append(ns)
+    return sum(statistics.median(its) for its in found.values()) / 1e3
+
+
+def _layer_us(gemms: list[GemmTimes]) -> float:
+    """Return the time from a layer's first GEMM to the next layer's, in microseconds; 0 for a model of one layer."""
+    firsts = [times for times in gemms if times.site.projection == gemms[0].site.projection]
+    periods_ns = [b.began_ns - a.began_ns for a, b in pairwise(firsts) if b.site.layer > a.site.layer]
+    return statistics.median(periods_ns) / 1e3 if periods_ns else 0.0
 
 
 def pad(batch: list[Sequence], pad_token: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +171,7 @@ def run(job: Job) -> EngineResult:
                 answers.append(generate(model, batch, job.new_tokens))
         seconds = time.monotonic() - began
     tokens = sum(len(batch) for batch in job.batches) * job.new_tokens
-    return EngineResult(answers, tokens / seconds, watch.means())
+    return EngineResult(answers, tokens / seconds, watch.medians())
 
 
 def main() -> None:

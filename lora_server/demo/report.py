@@ -92,7 +92,7 @@ def show(outcome: Outcome, console: Console) -> None:
     terminal.say(console, against, "equal" if verdict.passed else "DIFFERENT")
     if not outcome.layouts:
         return
-    console.print("\nMean microseconds per layer, experts' gate_up + down (slowest shard)\n")
+    console.print("\nMedian microseconds per layer, experts' gate_up + down (slowest shard)\n")
     terminal.table(console, COLUMNS, [_cells(one) for one in outcome.layouts], left=("layout",), wrapped="layout")
     console.print()
     for remark in REMARKS:

@@ -25,6 +25,7 @@ class BaseLayer:
     dtype: BaseDtype
     efficiency: Efficiency
     profile: Profile
+    chunk_tokens: float = 1.0
 
     def ffn_us(self, batch: float) -> Quantity:
         """Compute the time of the layer's experts (or MLP): its weights over HBM, or its FLOPs."""
@@ -46,15 +47,19 @@ class BaseLayer:
 
     @property
     def prompt_us(self) -> tuple[float, float]:
-        """(attention, FFN) of a prompt token, by FLOPs; the square of attention is left out."""
+        """(attention, FFN) of a prompt token in a chunk: measured, or by FLOPs without the square of attention."""
         peak = self.gpus * self.cluster.flops_per_us * self.efficiency.tensor_cores
         attention = geometry.attention_weight_bytes(self.spec)  # 2 FLOPs per weight of 2 bytes
-        return attention / peak, self._ffn_flops(1.0) / peak
+        return self._prompt("attention", attention / peak), self._prompt("ffn", self._ffn_flops(1.0) / peak)
 
     @property
     def prefill_us(self) -> float:
         """Time of a prompt token in all layers."""
         return self.spec.layers * sum(self.prompt_us)
+
+    def _prompt(self, part: str, modelled_us: float) -> float:
+        found = self.profile.lookup(f"prompt_{part}", batch=self.chunk_tokens)
+        return modelled_us if found is None else found.value / self.chunk_tokens
 
     def _ffn_flops(self, batch: float) -> float:
         share = len(self.spec.moe_layers) / self.spec.layers

@@ -68,14 +68,16 @@ def lora_step(
     once_per_shard: bool = True,
     attention_share: float = 0.0,
     times: Floats | float = 1.0,
+    copies: int = 1,
 ) -> StepBytes:
     """Count the bytes and FLOPs of gate_up and down of one layer, for one instance's batch.
 
     `once_per_shard` is our wire: gate_up carries a token once per shard, and down returns the weighted
     sum per token and shard. Otherwise, as in the paper, both carry one row per expert. Of `attention_share` of the
-    tokens the rows of qkv and o travel too; their weights are in `lora_rank`.
+    tokens the rows of qkv and o travel too; their weights are in `lora_rank`. A tensor-parallel engine's GPUs each send
+    all of a token's hidden row and get partial sums of it: `copies` of what is `hidden` wide.
     """
-    asked = (spec, popularity, times, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard)
+    asked = (spec, popularity, times, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, copies)
     moe = _layer_step(*asked, dense=False)
     if len(spec.moe_layers) == spec.layers and not attention_share:
         return moe
@@ -83,8 +85,8 @@ def lora_step(
     share = len(spec.moe_layers) / spec.layers
     mixed = {name: share * getattr(moe, name) + (1 - share) * getattr(dense, name) for name in vars(moe)}
     rows = attention_share * batch * element_bytes
-    mixed["receive"] += rows * (spec.hidden + spec.q_width)
-    mixed["send"] += rows * (spec.q_width + 2 * spec.kv_width + spec.hidden)
+    mixed["receive"] += rows * (copies * spec.hidden + spec.q_width)
+    mixed["send"] += rows * (spec.q_width + 2 * spec.kv_width + copies * spec.hidden)
     return StepBytes(**mixed)
 
 
@@ -98,11 +100,12 @@ def _layer_step(
     element_bytes: int,
     shared_a: bool,
     once_per_shard: bool,
+    copies: int,
     *,
     dense: bool,
 ) -> StepBytes:
     experts, top_k, ffn = (1, 1, spec.dense_ffn) if dense else (spec.experts, spec.top_k, spec.ffn)
-    rows, hidden = batch * top_k, spec.hidden
+    rows, hidden = batch * top_k, spec.hidden * copies
     tokens = batch * shard_tokens(experts=experts, top_k=top_k, ep=min(ep, experts)) if once_per_shard else rows
     num_a = 1 if shared_a else 2
     elements = lora_rank * (num_a * hidden + 2 * ffn + ffn + hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from provisioning.inputs import InputError, positive
-from provisioning.model.profile import Quantity
+from provisioning.model.profile import Machine, Profile, Quantity
 
 GIB = 2**30
 
@@ -90,14 +90,19 @@ GPUS: dict[str, GpuSpec] = {
 }
 
 
-def gpu_named(name: str, memory_gib: float | None = None) -> GpuSpec:
-    """Return a preset, with another memory size if one is given. Raises InputError for an unknown name."""
-    gpu = GPUS.get(name.lower())
+def gpu_named(name: str, memory_gib: float | None, profile: Profile) -> GpuSpec:
+    """Return the machine of a profile, or a preset, with another memory size if one is given; raises InputError."""
+    gpu = GPUS.get(name.lower()) if profile.machine is None else _measured(name, profile.machine, profile.source)
     if gpu is None:
-        raise InputError(f"--gpu: got {name!r}, expected one of {', '.join(GPUS)}")
+        raise InputError(f"--gpu: got {name!r}, expected one of {', '.join(GPUS)}, or what a profile is of")
     if memory_gib is None:
         return gpu
     return replace(gpu, memory_bytes=positive(memory_gib, "--gpu-memory-gib", 1e6) * GIB, source="given")
+
+
+def _measured(name: str, machine: Machine, source: str) -> GpuSpec:
+    rate = machine.memory_gb_per_s  # also of a copy to another process
+    return _gpu(name, machine.memory_gib, rate, machine.tflops, rate, source)
 
 
 @dataclass(frozen=True, kw_only=True)

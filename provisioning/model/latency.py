@@ -61,6 +61,7 @@ class StepModel:
     wire: Wire = "exact"
     once_per_shard: bool = True
     attention_share: float = 0.0
+    tensor_parallel: bool = False
     base_dtype: BaseDtype = BF16
     prefill_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -80,6 +81,7 @@ class StepModel:
             dtype=self.base_dtype,
             efficiency=self.efficiency,
             profile=self.profile,
+            chunk_tokens=self.chunk_tokens,
         )
 
     @cached_property
@@ -95,11 +97,16 @@ class StepModel:
             wire=self.wire,
             once_per_shard=self.once_per_shard,
             attention_share=self.attention_share,
+            copies=self.instance_gpus if self.tensor_parallel else 1,
+            conversion_us=self.transport.conversion_us(self.cluster.hbm_bytes_per_us) if self.wire == "e4m3" else 0.0,
             efficiency=self.efficiency,
         )
 
-    def lora(self, batch: float, layout: Layout) -> Latency:
-        """Compute receive, compute and send of one layer for one instance's batch, in us."""
+    def lora(self, batch: float, layout: Layout, engines: int = 1) -> Latency:
+        """Compute receive, compute and send of one layer for one instance's batch, in us.
+
+        Where a profile has measured it, they include what `engines` that step at once wait for each other.
+        """
         work, reach, x = self.work, self.efficiency, layout.ep
         bytes_, wire = work.step(batch, x), work.nics_bytes_per_us(x)
         across = x > self.cluster.gpus_per_node
@@ -107,11 +114,16 @@ class StepModel:
         compute_us = work.compute_us(bytes_, x) + reach.fixed_us + across * reach.across_compute_us
         send_us = bytes_.send / wire + reach.send_us + across * reach.across_send_us
         return Latency(
-            receive=self._term("receive", batch, x, receive_us),
-            compute=self._term("compute", batch, x, compute_us),
-            send=self._term("send", batch, x, send_us),
+            receive=self._term("receive", batch, x, receive_us, engines),
+            compute=self._term("compute", batch, x, compute_us, engines),
+            send=self._term("send", batch, x, send_us, engines),
             phases=self.transport.phases,
         )
+
+    def exposed_us(self, batch: float, ep: int, engines: int, prefix: str = "") -> float:
+        """Return what a layer takes beyond attention and the longer of FFN and LoRA step, where that was measured."""
+        found = self.profile.lookup(f"{prefix}exposed", batch=batch, ep=ep, engines=engines)
+        return found.value if found else 0.0
 
     def served(self, batch: float, layout: Layout) -> Latency:
         """Compute the terms of Eq. 6: a step of one instance at the server, with its share of prompts."""
@@ -133,8 +145,9 @@ class StepModel:
                 receive_bytes=receive * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
                 send_bytes=send * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
                 base=self.base.prompt_us,
-                lora=self._of_prompts(receive / own, compute_us, send / own),
-                served=self._of_prompts(receive / stage, compute_us, send / stage),
+                exposed_us=self.exposed_us(chunk, ep, 1, "prompt_") / chunk,
+                lora=self._of_prompts(ep, receive / own, compute_us, send / own),
+                served=self._of_prompts(ep, receive / stage, compute_us, send / stage),
             )
         return self._prompt_tokens[ep]
 
@@ -147,12 +160,23 @@ class StepModel:
     def _prompt_tokens(self) -> dict[int, PromptToken]:
         return {}
 
-    def _of_prompts(self, receive_us: float, compute_us: float, send_us: float) -> Latency:
-        receive, compute, send = map(self.efficiency.modelled, (receive_us, compute_us, send_us))
-        return Latency(receive=receive, compute=compute, send=send, phases=self.transport.phases)
+    def _of_prompts(self, ep: int, receive_us: float, compute_us: float, send_us: float) -> Latency:
+        def term(name: str, modelled_us: float) -> Quantity:
+            found, chunk = self.profile.lookup(f"prompt_{name}", batch=self.chunk_tokens, ep=ep), self.chunk_tokens
+            return found._replace(value=found.value / chunk) if found else self.efficiency.modelled(modelled_us)
+
+        return Latency(
+            receive=term("receive", receive_us),
+            compute=term("compute", compute_us),
+            send=term("send", send_us),
+            phases=self.transport.phases,
+        )
 
     def coupled_lora_us(self, batch: float) -> Quantity:
         """Compute the time of LoRA inside the engine: after the base GEMM, spread over its own GPUs, without a wire."""
+        measured = self.profile.lookup("compute", batch=batch, ep=self.instance_gpus)
+        if measured:
+            return measured
         lora_us = self.work.compute_us(self.work.step(batch, self.instance_gpus), self.instance_gpus)
         return self.efficiency.modelled(lora_us + self.efficiency.compute_us)
 
@@ -167,14 +191,22 @@ class StepModel:
             lora_us += self.prompts(batch) * self.prompt(self.instance_gpus).lora.compute.value
         return self.base_step_us(batch) + self.spec.layers * lora_us
 
-    def step_us(self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage") -> float:
-        """Compute the time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch."""
-        latency, layers = self.lora(batch, layout), self.spec.layers
-        own_us = self.base.attention_us(batch).value + max(self.base.ffn_us(batch).value, latency.total)
+    def step_us(
+        self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage", engines: int | None = None
+    ) -> float:
+        """Compute the time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch.
+
+        `engines` step at once: the instances, unless Eq. 6 counts them elsewhere.
+        """
+        latency, layers = self.lora(batch, layout, engines or instances), self.spec.layers
+        ffn_us = self.base.ffn_us(batch).value
+        own_us = self.base.attention_us(batch).value + max(ffn_us, latency.total)
+        own_us += self.exposed_us(batch, layout.ep, engines or instances)
+        alone = self.lora(batch, layout) if self.profile.points else latency
         if self.prompt_tokens:
             prompt, num = self.prompt(layout.ep), self.prompts(batch)
-            own_us, latency = own_us + num * prompt.layer_us, latency.plus(prompt.served, num)
-        return layers * max(own_us, served_us(latency, layout, layers, instances, eq6))
+            own_us, alone = own_us + num * prompt.layer_us, alone.plus(prompt.served, num)
+        return layers * max(own_us, served_us(alone, layout, layers, instances, eq6))
 
     def without_prompts(self) -> StepModel:
         """Return the model of instances that do not prefill."""
@@ -187,8 +219,9 @@ class StepModel:
             self.spec, self.cluster, self.instance_gpus, self.base_dtype, self.prefill_tokens
         )
 
-    def _term(self, name: str, batch: float, ep: int, modelled_us: float) -> Quantity:
-        return self.profile.lookup(name, batch=batch, ep=ep) or self.efficiency.modelled(modelled_us)
+    def _term(self, name: str, batch: float, ep: int, modelled_us: float, engines: int) -> Quantity:
+        found = self.profile.lookup(name, batch=batch, ep=ep, engines=engines)
+        return found or self.efficiency.modelled(modelled_us)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +274,7 @@ class PromptToken:
     receive_bytes: float
     send_bytes: float
     base: tuple[float, float]
+    exposed_us: float
     lora: Latency
     served: Latency
 
@@ -248,7 +282,7 @@ class PromptToken:
     def layer_us(self) -> float:
         """LoRA beside the FFN, as in a decode step."""
         attention, ffn = self.base
-        return attention + max(ffn, self.lora.total)
+        return attention + max(ffn, self.lora.total) + self.exposed_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +293,15 @@ class Budget:
     ffn: float
 
 
-def budget(model: StepModel, batch: float, tpot_us: float, ep: int = 1) -> Budget:
-    """Compute SLO_Layer, and SLO_FFN: the part of it that attention and the step's share of prompts leave."""
+def budget(model: StepModel, batch: float, tpot_us: float, ep: int = 1, engines: int = 1) -> Budget:
+    """Compute SLO_Layer, and SLO_FFN: the part of it that attention and the step's share of prompts leave.
+
+    What a profile says that a layer takes beyond attention and the longer of FFN and LoRA step is left out, too.
+    """
     layer = tpot_us / model.spec.layers
     prompts_us = model.prompts(batch) * model.prompt(ep).layer_us if model.prompt_tokens else 0.0
-    return Budget(layer=layer, ffn=layer - model.base.attention_us(batch).value - prompts_us)
+    exposed_us = model.exposed_us(batch, ep, engines)
+    return Budget(layer=layer, ffn=layer - model.base.attention_us(batch).value - prompts_us - exposed_us)
 
 
 def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:

@@ -14,7 +14,10 @@ from provisioning.model.hardware import Cluster, Efficiency
 
 @dataclass(frozen=True, kw_only=True)
 class LoraWork:
-    """The bytes and FLOPs of tokens that name adapters by popularity, and their times in us."""
+    """The bytes and FLOPs of tokens that name adapters by popularity, and their times in us.
+
+    `copies`: see geometry.lora_step. `conversion_us` is what both ends take to make a byte of exact rows shorter.
+    """
 
     spec: ModelSpec
     cluster: Cluster
@@ -25,6 +28,8 @@ class LoraWork:
     wire: Wire
     once_per_shard: bool
     attention_share: float
+    copies: int
+    conversion_us: float
     efficiency: Efficiency
 
     def step(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
@@ -40,6 +45,7 @@ class LoraWork:
             shared_a=self.shared_a,
             once_per_shard=self.once_per_shard,
             attention_share=self.attention_share,
+            copies=self.copies,
         )
 
     def compute_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:
@@ -52,7 +58,7 @@ class LoraWork:
         """Return the bandwidth each way between clients and shards, or of the shards alone, in bytes of exact wire."""
         nics = self._active(ep) if of_server else min(self.instance_gpus, self._active(ep))
         rate = self.cluster.link_bytes_per_us * self.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
-        return nics * rate
+        return nics / (1 / rate + self.conversion_us)
 
     def _active(self, x: int) -> int:
         """Return how many shards or GPUs share a layer's work; one if the layer has one weight for all rows."""

@@ -11,15 +11,16 @@ from lora_server.spec import EXPERT_PROJECTIONS, ModelSpec
 from provisioning.model import geometry
 from provisioning.model.geometry import BF16, BaseDtype
 from provisioning.model.hardware import Cluster
+from provisioning.model.profile import Profile
 
 PAGE_BYTES = 2 << 20
 
 
-def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
-    """List every EPx-PPy with x * y = gpus in which no shard is empty: x <= experts, y <= layers."""
+def layouts(spec: ModelSpec, gpus: int, profile: Profile | None = None) -> Iterator[Layout]:
+    """List every EPx-PPy with x * y = gpus in which no shard is empty: x <= experts, y <= layers, x in the profile."""
     most = spec.experts if spec.moe_layers else 1
     for ep in range(1, min(gpus, most) + 1):
-        if gpus % ep == 0 and gpus // ep <= spec.layers:
+        if gpus % ep == 0 and gpus // ep <= spec.layers and (profile is None or profile.knows(ep)):
             yield Layout(ep, gpus // ep)
 
 

@@ -1,20 +1,24 @@
-"""A profile: times measured by bench/ on the machines at hand; they override the model, term by term.
+"""A profile: times measured on the machines at hand by `lora-server profile`; they override the model, term by term.
 
 JSON: {"source": "h200_2026-11-21", "of": {"model": "mixtral-8x7b", "gpu": "h200", "lora_rank": 64, "wire": "exact",
 "transport": "gpu"}, "terms": {"receive": [{"ep": 2, "batch": 64, "us": 131.0}, ...],
 "compute": [...], "send": [...], "base_ffn": [{"batch": 64, "us": 210.0}], "base_attention": [...]}}
-`of` is what was measured, with "link_gbps" where a link was; a question that differs in any of it is refused. A profile
-in `profiles/`, a folder of this package, is used without being asked for where it fits the question.
+`of` is what was measured, with "link_gbps" where a link was, and the model by name or by geometry; a question that
+differs in any of it is refused. A profile in `profiles/`, a folder of this package, is used without being asked for
+where it fits the question.
 
-Times are of one layer (gate_up and down together) for one instance's batch. A batch between or beyond
-the measured ones of the same ep is interpolated, or continued along the last two points.
+Times are of one layer (gate_up and down together) for one instance's batch, where "engines" step at once (1, unless
+said). A batch between or beyond the measured ones of the same ep is interpolated, or continued along the last two
+points, and so is a number of engines. "exposed" is what a layer takes beyond attention and the longer of FFN and LoRA
+step: what does not overlap, and what the engine itself does for an exchange. Terms with "prompt_" are of a prompt chunk
+of "batch" tokens. "machine", where there is one, stands for the preset: see `Machine`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +26,9 @@ from provisioning.inputs import InputError, parsed
 
 OF = {"model": "--model", "gpu": "--gpu", "lora_rank": "--lora-rank", "wire": "--wire", "transport": "--transport"}
 _MAY = {"link_gbps": "--link-gbps"}
-TERMS = ("receive", "compute", "send", "base_ffn", "base_attention")
+_STEP = ("receive", "compute", "send", "exposed")
+TERMS = (*_STEP, "base_ffn", "base_attention", *(f"prompt_{term}" for term in (*_STEP, "ffn", "attention")))
+_OF_SERVER = {term for term in TERMS if term.endswith(_STEP)}
 
 
 class Quantity(NamedTuple):
@@ -33,20 +39,39 @@ class Quantity(NamedTuple):
     source: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine that no preset describes: memory for one process, its rates, and how fast adapters are loaded."""
+
+    memory_gib: float
+    memory_gb_per_s: float
+    tflops: float
+    load_gb_per_s: float
+
+
+_Points = list[tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Profile:
-    """points[term][ep] is a list of (batch, us) by batch; ep is 0 for the base model's terms.
+    """points[term][ep, engines] is a list of (batch, us) by batch; ep is 0 for the base model's terms.
 
     `of` says what was measured.
     """
 
     source: str = ""
-    points: Mapping[str, Mapping[int, list[tuple[float, float]]]] = field(default_factory=dict)
+    points: Mapping[str, Mapping[tuple[int, int], _Points]] = field(default_factory=dict)
     of: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine | None = None
+
+    def knows(self, ep: int) -> bool:
+        """Whether a layout of this ep can be planned: of a machine without a preset, only those that were measured."""
+        return self.machine is None or any(at == ep for at, _ in self.points.get("compute", {}))
 
     def differs(self, asked: Mapping[str, Any]) -> str | None:
         """Return the first setting of the question that differs from the profile's; None if it fits."""
-        return next((name for name, value in self.of.items() if value != asked[name]), None)
+        given = {name: value for name, value in self.of.items() if name in asked}
+        return next((name for name, value in given.items() if value not in _alike(name, asked)), None)
 
     def checked(self, asked: Mapping[str, Any]) -> Profile:
         """Return the profile if it fits the question; raises InputError otherwise."""
@@ -59,21 +84,39 @@ class Profile:
             )
         return self
 
-    def lookup(self, term: str, *, batch: float, ep: int = 0) -> Quantity | None:
+    def lookup(self, term: str, *, batch: float, ep: int = 0, engines: int = 1) -> Quantity | None:
         """Return the measured time, or one extrapolated from it; None if nothing was measured for this ep."""
-        known = self.points.get(term, {}).get(ep)
-        if not known:
+        by_engines = {number: known for (at, number), known in self.points.get(term, {}).items() if at == ep}
+        if engines in by_engines or len(by_engines) == 1:
+            return self._at(by_engines.get(engines) or next(iter(by_engines.values())), batch)
+        found = [(float(number), self._at(known, batch)) for number, known in sorted(by_engines.items())]
+        seen = [(number, us.value) for number, us in found if us is not None]
+        if len(seen) < 2:
             return None
+        value, near = _line(seen, engines)
+        return Quantity(value, "extrapolated", f"{self.source}, {near} engines")
+
+    def _at(self, known: _Points, batch: float) -> Quantity | None:
         for at, us in known:
             if at == batch:
                 return Quantity(us, "measured", self.source)
         if len(known) == 1:
             return None
-        after = next((index for index, (at, _) in enumerate(known) if at > batch), len(known) - 1)
-        (left, low), (right, high) = known[max(after, 1) - 1], known[max(after, 1)]
-        value = low + (high - low) * (batch - left) / (right - left)
-        value = value if value > 0 else min(low, high)  # a line that falls below zero says no more than what was seen
-        return Quantity(value, "extrapolated", f"{self.source}, batch {left:g} and {right:g}")
+        value, near = _line(known, batch)
+        return Quantity(value, "extrapolated", f"{self.source}, batch {near}")
+
+
+def _alike(name: str, asked: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the question's values: a model has a name and a geometry."""
+    return (asked["model"], asked.get("geometry")) if name == "model" else (asked[name],)
+
+
+def _line(points: _Points, at: float) -> tuple[float, str]:
+    """Return the value on the line through the two points about `at`, or the last two, and what these are."""
+    after = next((index for index, (x, _) in enumerate(points) if x > at), len(points) - 1)
+    (left, low), (right, high) = points[max(after, 1) - 1], points[max(after, 1)]
+    value = low + (high - low) * (at - left) / (right - left)
+    return (value if value > 0 else min(low, high)), f"{left:g} and {right:g}"  # below zero, a line says no more
 
 
 def shipped(asked: Mapping[str, Any], folder: Path | None = None) -> Profile:
@@ -95,27 +138,42 @@ def load(path: str | Path) -> Profile:
     of = content.get("of")
     if not isinstance(of, dict) or not set(OF) <= set(of) <= set(OF | _MAY):
         raise InputError(f"--profile: {file}: of: got {of!r}, expected what was measured: {', '.join(OF)}")
-    points: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    points: dict[str, dict[tuple[int, int], _Points]] = {}
     for term, rows in content["terms"].items():
         if term not in TERMS or not isinstance(rows, list):
             raise InputError(f"--profile: {file}: got term {term!r}, expected a list under one of {', '.join(TERMS)}")
         for row in rows:
-            ep, batch, us = _point(row, f"--profile: {file}: {term}", base=term.startswith("base"))
-            points.setdefault(term, {}).setdefault(ep, []).append((batch, us))
+            key, batch, us = _point(row, f"--profile: {file}: {term}", base=term not in _OF_SERVER)
+            points.setdefault(term, {}).setdefault(key, []).append((batch, us))
     for series in points.values():
         for known in series.values():
             known.sort()
             if len({batch for batch, _ in known}) < len(known):
-                raise InputError(f"--profile: {file}: a batch size occurs twice for one term and ep; keep one")
-    return Profile(f"{file.name}: {content.get('source', 'no source given')}", points, of)
+                raise InputError(f"--profile: {file}: a batch size occurs twice for one term, ep and engines; keep one")
+    machine = None if content.get("machine") is None else _machine(content["machine"], f"--profile: {file}: machine")
+    return Profile(f"{file.name}: {content.get('source', 'no source given')}", points, of, machine)
 
 
-def _point(row: Any, where: str, *, base: bool) -> tuple[int, float, float]:
+def _machine(given: Any, where: str) -> Machine:
+    try:
+        found = Machine(**{name: float(value) for name, value in given.items()})
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        names = ", ".join(one.name for one in fields(Machine))
+        raise InputError(f"{where}: got {given!r}, expected numbers for {names}") from None
+    for name, value in vars(found).items():
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(f"{where}: {name}: got {value:g}, expected a number above 0")
+    return found
+
+
+def _point(row: Any, where: str, *, base: bool) -> tuple[tuple[int, int], float, float]:
     try:
         ep, batch, us = 0.0 if base else float(row["ep"]), float(row["batch"]), float(row["us"])
-    except (KeyError, TypeError, ValueError, OverflowError):
+        engines = float(row.get("engines", 1))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         wanted = '{"batch": b, "us": t}' if base else '{"ep": x, "batch": b, "us": t}'
         raise InputError(f"{where}: got {row!r}, expected {wanted}") from None
-    if not (0 < batch < math.inf and 0 < us < math.inf and (base or ep >= 1) and ep.is_integer()):
-        raise InputError(f"{where}: got {row!r}, expected batch and us above 0, and a whole ep of 1 or more")
-    return int(ep), batch, us
+    whole = (base or ep >= 1) and ep.is_integer() and engines >= 1 and engines.is_integer()
+    if not (0 < batch < math.inf and 0 < us < math.inf and whole):
+        raise InputError(f"{where}: got {row!r}, expected batch and us above 0, and whole ep and engines of 1 or more")
+    return (int(ep), int(engines)), batch, us

@@ -17,6 +17,7 @@ Stage = Literal["receive", "compute", "send"]
 APART: tuple[tuple[Stage, ...], ...] = (("receive",), ("compute",), ("send",))
 JOINED: tuple[tuple[Stage, ...], ...] = (("receive",), ("compute", "send"))
 HOST_US = 190.0  # of an exchange: a shard's loop and its client, on a CPU
+CONVERSION_US = 1.1e-3  # of a byte of exact rows to e4m3 and back, on CPUs
 TCP_GBPS = 25.0  # of one host's stream
 
 
@@ -39,6 +40,10 @@ class Transport:
             "stream": min(nic_gbps, TCP_GBPS),
         }
         return rates[self.link]
+
+    def conversion_us(self, hbm_bytes_per_us: float) -> float:
+        """Return the time of a byte of exact rows to e4m3 and back: on hosts, or of three bytes of HBM."""
+        return CONVERSION_US if self.host_us else 3 / hbm_bytes_per_us
 
     @property
     def efficiency(self) -> Efficiency:

@@ -96,7 +96,9 @@ def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[s
         yield "kv"
     if scenario.batch > scenario.most_batch * (1 + 1e-9):
         yield "batch"
-    if scenario.loads.busiest_model.base_step_us(busiest) > slo.tpot_us:
+    known = scenario.model.profile.machine is not None  # then a step may take longer than Eq. 5 says
+    step_us = scenario.steps.us(layout) if known else scenario.loads.busiest_model.base_step_us(busiest)
+    if step_us > slo.tpot_us:
         yield "tpot"
     yield from violations(
         scenario.steps.lora(layout),
@@ -118,7 +120,7 @@ def _short_of_slots(scenario: Scenario, slots: int) -> bool:
 
 def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
     """List the layouts of one GPU count, best first: fewest failures, fastest step, largest cache."""
-    found = [evaluate(scenario, layout) for layout in memory.layouts(scenario.model.spec, gpus)]
+    found = [evaluate(scenario, layout) for layout in memory.layouts(scenario.model.spec, gpus, scenario.model.profile)]
     return sorted(found, key=lambda item: (len(item.failed), item.step_us, item.latency.total, -item.slots))
 
 

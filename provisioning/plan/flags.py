@@ -43,7 +43,9 @@ class PlanFlags(WorkloadFlags):
         float | None, "Length in seconds of the trace's peak to size for (default: 1/48 of it, or 1,000 requests)."
     ] = None
     classes: Annotated[Path | None, "SLO classes, YAML: name, slo, adapters (default: --slo for all)."] = None
-    gpu: Annotated[str, "h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300 or l40s."] = "h200"
+    gpu: Annotated[
+        str, "h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300, l40s, or a profile's, such as cpu."
+    ] = "h200"
     gpu_memory_gib: Annotated[float | None, "Memory of a GPU in GiB (default: the preset's)."] = None
     gpus_per_node: Annotated[int, "GPUs of a node."] = 8
     max_gpus: Annotated[int, "Most GPUs of the LoRA Server to consider, spares included."] = 64
@@ -52,13 +54,16 @@ class PlanFlags(WorkloadFlags):
     instance_gpus: Annotated[
         int | None, "GPUs of an LLM instance (default: the paper's, or the fewest that hold the weights)."
     ] = None
+    engine_parallel: Annotated[
+        str, "How the GPUs of an instance share experts: ep, or tp, whose GPUs each send all tokens."
+    ] = "ep"
     base_dtype: Annotated[str, "Base weights: bf16, fp8 or mxfp4 (experts only)."] = "bf16"
     transport: Annotated[str, "How rows travel: nvshmem (as the paper's network), gpu, cuda_ipc, shm or tcp."] = (
         "nvshmem"
     )
     wire: Annotated[str, "Element size of rows: exact (2 bytes) or e4m3 (1), the server's --wire."] = "exact"
     link_gbps: Annotated[float | None, "Network per GPU and direction, Gb/s (default: 400, or the transport's)."] = None
-    host_link_gb_per_s: Annotated[float, "Host to GPU, GB/s."] = 50.0
+    host_link_gb_per_s: Annotated[float | None, "Host to GPU, GB/s (default: 50, or the profile's)."] = None
     context_tokens: Annotated[float, "KV cache per request in tokens, for memory and attention time."] = 1024.0
     prefill_tokens: Annotated[float, "Largest prefill chunk; each GPU reserves its activations."] = 2048.0
     prompt_tokens: Annotated[
@@ -76,7 +81,9 @@ class PlanFlags(WorkloadFlags):
     ] = "tuned"
     eq6: Annotated[str, "Eq. 6 per stage (stage), or as the paper prints it (printed)."] = "stage"
     shared_a: Annotated[bool, "gate and up share one A (fused layout)."] = False
-    profile: Annotated[Path | None, "Measured times, JSON of bench/ (default: none)."] = None
+    profile: Annotated[
+        Path | None, "Measured times, written by `lora-server profile` (default: the package's, where one fits)."
+    ] = None
     seed: Annotated[int, "Seed for adapters drawn for a trace."] = 0
 
 

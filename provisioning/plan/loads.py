@@ -21,7 +21,14 @@ Dispatch = Literal["any", "by-adapter"]
 
 @lru_cache(maxsize=16)
 def _curve(workload: Workload, global_batch: float) -> Floats:
-    return offered_curve(workload.popularity, global_batch, workload.in_flight)
+    """Compute `offered` for M = 0..N; where a trace's mix changes, the worse of all windows and the fullest."""
+    mixes = workload.mixes
+    if not mixes:
+        return offered_curve(workload.popularity, global_batch, workload.in_flight)
+    curves_WM = np.stack([offered_curve(mix.popularity, global_batch * mix.load, mix.in_flight) for mix in mixes])
+    fullest = max(range(len(mixes)), key=lambda place: mixes[place].load)
+    mean = np.asarray([mix.share for mix in mixes]) @ curves_WM
+    return np.where(curves_WM.min(axis=0) == 1, 1.0, np.minimum(mean, curves_WM[fullest]))
 
 
 @lru_cache(maxsize=64)
@@ -94,9 +101,9 @@ class AdapterCache:
         return memory.cache_slots(model.spec, layout, model.cluster, model.lora_rank, model.shared_a)
 
 
-def slowest_us(model: StepModel, batch: float, layout: Layout, busy_us: float) -> float:
-    """Compute a decode step of an instance on a server that is busy with each layer for `busy_us` (Eq. 6)."""
-    return max(model.step_us(batch, layout), model.spec.layers * busy_us)
+def slowest_us(model: StepModel, batch: float, layout: Layout, busy_us: float, engines: int) -> float:
+    """Compute a decode step of one of so many instances on a server that is busy with each layer for `busy_us`."""
+    return max(model.step_us(batch, layout, engines=engines), model.spec.layers * busy_us)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +124,7 @@ class LayoutSteps:
     def lora(self, layout: Layout) -> Latency:
         """Compute one layer's LoRA step of the busiest instance; cached by ep, since pp has no part in it."""
         if layout.ep not in self._latencies:
-            self._latencies[layout.ep] = self.busiest_model.lora(self.busiest, layout)
+            self._latencies[layout.ep] = self.busiest_model.lora(self.busiest, layout, self.instances)
         return self._latencies[layout.ep]
 
     @cached_property
@@ -126,7 +133,8 @@ class LayoutSteps:
 
     def served(self, layout: Layout) -> Latency:
         """Compute the terms of Eq. 6: one layer's LoRA step of the busiest instance, with its share of prompts."""
-        latency, model = self.lora(layout), self.busiest_model
+        model = self.busiest_model
+        latency = model.lora(self.busiest, layout) if model.profile.points else self.lora(layout)
         if not model.prompt_tokens:
             return latency
         return latency.plus(model.prompt(layout.ep).served, model.prompts(self.busiest))
@@ -138,7 +146,7 @@ class LayoutSteps:
 
     def us(self, layout: Layout) -> float:
         """Compute the decode step of the busiest instance."""
-        return slowest_us(self.busiest_model, self.busiest, layout, self.busy_us(layout))
+        return slowest_us(self.busiest_model, self.busiest, layout, self.busy_us(layout), self.instances)
 
     def mean_us(self, layout: Layout) -> float:
         """Compute the step of an instance with B requests."""

@@ -95,7 +95,7 @@ class Scenario:
         steps, model = found.steps, self.loads.busiest_model
         per_us, busy_us = self.loads.hottest * found.batch / steps.mean_us(layout), steps.busy_us(layout)
         most = per_us * self.slo.tpot_us
-        busiest = settled_batch(per_us, lambda b: slowest_us(model, b, layout, busy_us), most)
+        busiest = settled_batch(per_us, lambda b: slowest_us(model, b, layout, busy_us, self.instances), most)
         return replace(found, busiest_batch=busiest)
 
     @cached_property
@@ -124,7 +124,7 @@ class Scenario:
 
     def limit(self, layout: Layout) -> Budget:
         """Compute the right sides of Eq. 5 and 6."""
-        return budget(self.model, self.busiest, self.slo.tpot_us, layout.ep)
+        return budget(self.model, self.busiest, self.slo.tpot_us, layout.ep, self.instances)
 
     @property
     def gpu_counts(self) -> range:

@@ -102,24 +102,30 @@ def load(flags: PlanFlags, found: Workload, objective: slo.Slo) -> Load:
     )
 
 
-def _cluster(flags: PlanFlags, transport: Transport) -> Cluster:
+def _cluster(flags: PlanFlags, transport: Transport, profile: Profile) -> Cluster:
     """Make the cluster. Without --link-gbps the link is the NICs', or what the transport uses in their place."""
-    gpu = gpu_named(flags.gpu, flags.gpu_memory_gib)
-    host_link = positive(flags.host_link_gb_per_s, "--host-link-gb-per-s")
-    own_gbps = transport.link_gbps(gpu, Cluster(gpu=gpu).link_gbps, host_link)
+    gpu, machine = gpu_named(flags.gpu, flags.gpu_memory_gib, profile), profile.machine
+    host_link = Cluster(gpu=gpu).host_link_gb_per_s if machine is None else machine.load_gb_per_s
+    if flags.host_link_gb_per_s is not None:
+        host_link = positive(flags.host_link_gb_per_s, "--host-link-gb-per-s")
+    rows = host_link if machine is None else machine.memory_gb_per_s
+    own_gbps = transport.link_gbps(gpu, Cluster(gpu=gpu).link_gbps, rows)
     return Cluster(
         gpu=gpu,
+        usable_memory=Cluster(gpu=gpu).usable_memory if machine is None else 1.0,
         gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1, MOST_GPUS),
         link_gbps=own_gbps if flags.link_gbps is None else positive(flags.link_gbps, "--link-gbps"),
         host_link_gb_per_s=host_link,
     )
 
 
-def _profile(flags: PlanFlags, asked: Mapping[str, Any]) -> Profile:
-    """Return the given profile, which must fit what is asked, or else one of the package's that does."""
-    if flags.profile is None:
-        return profiles.shipped(asked)
-    return profiles.load(flags.profile).checked(asked)
+def _measured(flags: PlanFlags, transport: Transport, asked: Mapping[str, Any]) -> tuple[Profile, Cluster]:
+    """Return the given profile, which must fit what is asked, or one of the package's that does; and the cluster."""
+    given = flags.profile is not None
+    found = profiles.shipped(asked) if flags.profile is None else profiles.load(flags.profile).checked(asked)
+    cluster = _cluster(flags, transport, found)
+    linked = {"link_gbps": cluster.link_gbps}
+    return (found.checked(linked) if given or found.differs(linked) is None else Profile()), cluster
 
 
 def _prompt_tokens(flags: PlanFlags, found: Workload) -> tuple[float, str]:
@@ -145,17 +151,17 @@ def scenario(flags: PlanFlags) -> Scenario:
     if library is not None:
         found, rank, attention = library.sized(found, geometry, shared_a=flags.shared_a)
     transport = transport_named(flags.transport)
-    cluster = _cluster(flags, transport)
     efficiency = transport.efficiency
     wire: Wire = "e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact"
     measured = {
         "model": geometry.name,
-        "gpu": cluster.gpu.name,
+        "geometry": geometry.geometry,
+        "gpu": flags.gpu.lower(),
         "lora_rank": rank,
         "wire": wire,
         "transport": transport.name,
-        "link_gbps": cluster.link_gbps,
     }
+    profile, cluster = _measured(flags, transport, measured)
     prompts, prompts_by = _prompt_tokens(flags, found)
     prefill: Prefill = "shared" if one_of("--prefill", flags.prefill, "shared", "apart") == "shared" else "apart"
     asked = load(flags, found, objective)
@@ -170,6 +176,7 @@ def scenario(flags: PlanFlags) -> Scenario:
             popularity=found.in_flight,
             lora_rank=rank,
             attention_share=attention,
+            tensor_parallel=one_of("--engine-parallel", flags.engine_parallel, "ep", "tp") == "tp",
             transport=transport,
             efficiency=efficiency.with_attention() if attention else efficiency,
             prompt_tokens=prompts if prefill == "shared" else 0.0,
@@ -180,7 +187,7 @@ def scenario(flags: PlanFlags) -> Scenario:
             wire=wire,
             base_dtype=dtype,
             prefill_tokens=non_negative(flags.prefill_tokens, "--prefill-tokens", MOST_TOKENS),
-            profile=_profile(flags, measured),
+            profile=profile,
         ),
         **vars(asked),
         prefill=prefill,

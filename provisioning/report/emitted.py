@@ -38,7 +38,8 @@ def commands(result: Result) -> str:
 def _commands(result: Result) -> Iterator[str]:
     scenario, model = result.scenario, shlex.quote(result.base_model)
     gpus, first = scenario.model.instance_gpus, result.candidate.gpus
-    experts = " --enable-expert-parallel" if scenario.model.spec.moe_layers else ""
+    split = scenario.model.spec.moe_layers and not scenario.model.tensor_parallel
+    experts = " --enable-expert-parallel" if split else ""
     one_host = first + scenario.instances * gpus <= scenario.model.cluster.gpus_per_node
     yield f"# {question(result)}"
     yield f"# {headline(result)}"

@@ -56,20 +56,19 @@ def _times(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
 
 
 def _machine(scenario: Scenario) -> dict[str, PlanInput]:
-    cluster = scenario.model.cluster
+    cluster, machine = scenario.model.cluster, scenario.model.profile.machine
+    kind = "assumed" if machine is None else "measured"
     gpu, given = cluster.gpu, "--gpu-memory-gib" if cluster.gpu.source == "given" else cluster.gpu.source
     return {
-        "gpu_memory_bytes": PlanInput(
-            value=gpu.memory_bytes, unit="bytes", kind="assumed", source=f"{gpu.name}, {given}"
-        ),
+        "gpu_memory_bytes": PlanInput(value=gpu.memory_bytes, unit="bytes", kind=kind, source=f"{gpu.name}, {given}"),
         "usable_memory": PlanInput(
             value=cluster.usable_memory,
             unit="share",
-            kind="extrapolated",
-            source="paper 6.4: 104 Mixtral adapters in two 96 GB GPUs",
+            kind="extrapolated" if machine is None else kind,
+            source="paper 6.4: 104 Mixtral adapters in two 96 GB GPUs" if machine is None else gpu.source,
         ),
-        "hbm_gb_per_s": PlanInput(value=gpu.hbm_gb_per_s, unit="GB/s", kind="assumed", source=gpu.source),
-        "bf16_tflops": PlanInput(value=gpu.bf16_tflops, unit="TFLOP/s", kind="assumed", source=gpu.source),
+        "hbm_gb_per_s": PlanInput(value=gpu.hbm_gb_per_s, unit="GB/s", kind=kind, source=gpu.source),
+        "bf16_tflops": PlanInput(value=gpu.bf16_tflops, unit="TFLOP/s", kind=kind, source=gpu.source),
         "link_gbps": PlanInput(
             value=cluster.link_gbps,
             unit="Gb/s",
@@ -82,8 +81,8 @@ def _machine(scenario: Scenario) -> dict[str, PlanInput]:
         "host_link_gb_per_s": PlanInput(
             value=cluster.host_link_gb_per_s,
             unit="GB/s",
-            kind="assumed",
-            source="paper 5.3, PCIe 5; --host-link-gb-per-s",
+            kind=kind,
+            source=gpu.source if machine else "paper 5.3, PCIe 5; --host-link-gb-per-s",
         ),
     }
 

@@ -127,10 +127,11 @@ def _slower(scenario: Scenario, factor: float) -> Profile:
     """Make a profile of the model's own compute times, all longer by one factor, at enough batches for its curve."""
     model = scenario.model
     points = {
-        ep: [(batch, factor * model.lora(batch, Layout(ep, 1)).compute.value) for batch in _BATCHES]
+        (ep, 1): [(batch, factor * model.lora(batch, Layout(ep, 1)).compute.value) for batch in _BATCHES]
         for ep in range(1, min(scenario.max_gpus, model.spec.experts or 1) + 1)
     }
-    return Profile("compute as measured by the server", {**model.profile.points, "compute": points})
+    source = "compute as measured by the server"
+    return replace(model.profile, source=source, points={**model.profile.points, "compute": points})
 
 
 def _tokens_per_s(measured: Measured, plan: Scenario | None) -> float | None:

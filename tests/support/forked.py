@@ -38,6 +38,7 @@ IMPORTS = {
     "tests.support.gpu.gpu_engine": SERVERS,
     "tests.support.killed_controller": SERVERS,
     "lora_server.demo.engine": ENGINES,
+    "lora_server.demo.profiled_engine": ENGINES,
     "tests.support.checking_engine": ENGINES,
     "tests.support.endless_engine": ENGINES,
 }
