@@ -92,6 +92,7 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
         "now": None,
         "corrected": None,
         "by_hour": [],
+        "next_hour": None,
         "advice": _why_none(scrapes, seen, plan),
     }
     if found["advice"] or candidate is None:
@@ -109,11 +110,28 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
             {"hour": hour, "request_rate": one.rate, "in_flight": one.in_flight}
             | _plain(advice.now(one, candidate, seeds=0))
         )
+    found["next_hour"] = _next_hour(scrapes, candidate.slots)
     found["advice"] = _advice(found, candidate.gpus)
     return found
 
 
 _HOUR = 3600.0
+
+
+def _next_hour(scrapes: list[Scrape], slots: int) -> dict[str, Any] | None:
+    """Say what the next hour was like on other days, and which adapters to load before it; None if none was seen."""
+    from provisioning.watch import measured
+
+    hour = measured.next_hour(scrapes)
+    usual = measured.usual(scrapes).get(hour)
+    if usual is None:
+        return None
+    return {
+        "hour": hour,
+        "request_rate": usual.rate,
+        "in_flight": usual.in_flight,
+        "preload": usual.named[:slots],
+    }
 
 
 def _why_none(scrapes: list[Scrape], seen: Measured, plan: Planned | None) -> str:

@@ -2,9 +2,10 @@
 
 What is simulated: the rules of `simulation.run`; L instances; the rate that was asked for, or arrivals so that LB
 requests are in flight on average (a request stays output tokens times the modelled step; its batch may exceed B for
-a while); the workload's burstiness, or the very trace, and again from other points or with other adapters drawn; output
+a while); the workload's burstiness, or the very trace, and then other days of it (`workload.days`); output
 lengths as given or seen. Of a trace with a peak, the worse counts of the whole and of the peak. The share of
-requests within the TTFT SLO has a t interval over seeds, whose lower end is to be the SLO's share or more; so has the
+requests within the TTFT SLO has a t interval over seeds, or of a trace the 5th and 95th percentile of its days, whose
+lower end is to be the SLO's share or more; so has the
 share that is admitted at once, which is judged where --iar asks for it. A run has ten TTFT SLOs or more, up to 300,000
 requests, and a wait of over a tenth of it is never in time: a backlog that grows is not taken for a steady wait.
 """
@@ -26,6 +27,7 @@ from provisioning.workload.requests import Requests
 
 _MOST_SEEDS = 10
 _FAR_BELOW = 0.03
+_DAYS = 20  # of a trace, itself included: the 5th percentile then lies between the worst two
 _FEW_CALLS = 20
 _FEWEST_CALLS, _MOST_CALLS = 30_000, 300_000  # of a run, after its warm-up
 _SLOS = 10  # TTFT SLOs of a run
@@ -37,7 +39,8 @@ class Verdict:
     """Verdict on one system; `ttft_s` and `by_adapter` of all measured requests.
 
     `target` is the share of requests to be within the TTFT SLO, `iar` the share to be admitted at once, if asked for.
-    `worst_window` of a trace: its start in s, and the share of its requests within the TTFT SLO.
+    `worst_window` of a trace: its start in s, and the share of its requests within the TTFT SLO. `own` is that of the
+    very trace, and `seeds` are its days.
     """
 
     immediate: Estimate
@@ -51,6 +54,7 @@ class Verdict:
     worst_window: tuple[float, float] | None
     ttft_s: Floats = field(repr=False)
     by_adapter: Floats = field(repr=False)  # requests, and those within the TTFT SLO
+    own: float | None = None
 
     def worst_served(self, most: int = 5) -> list[tuple[int, int, float]]:
         """List (adapter, requests, share in time) of adapters of 20 requests or more below the target, worst first."""
@@ -100,9 +104,9 @@ def judge(
     give_up: bool = False,
     say: Callable[[str], None] = silent,
 ) -> Verdict:
-    """Simulate the seeds, and more of them, up to ten, while the interval straddles the target.
+    """Simulate the seeds, and more of them, up to ten, while the interval straddles the target; of a trace, 20 days.
 
-    `give_up`: two seeds are enough if both are three points below the target or more.
+    `give_up`: two seeds are enough if both are three points below the target or more, and two days below the target.
     """
     rows: list[_Row] = []
     ttft_s: list[Floats] = []
@@ -110,8 +114,10 @@ def judge(
     if scenario.classes:
         slo_s = ttft_s_of(scenario.classes, scenario.workload.num_adapters)
     worst_window, num, in_time_2N = None, 0, np.zeros((2, scenario.workload.num_adapters))
-    while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(scenario, rows)):
-        say(f"run {len(rows) + 1}")
+    days = scenario.workload.trace is not None
+    fewest = max(seeds, _DAYS) if days else seeds
+    while len(rows) < fewest or (not days and len(rows) < _MOST_SEEDS and _straddles(scenario, rows)):
+        say(f"{'day' if days else 'run'} {len(rows) + 1}")
         outcome = run(played(scenario, step_us, seed=len(rows)), system)
         kept = parts(outcome)
         num = outcome.ttft_s[kept[0]].size
@@ -120,10 +126,12 @@ def judge(
         ttft_s.append(outcome.ttft_s[kept[0]])
         in_time_2N += in_time(outcome, kept[0], slo_s)
         rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
-        if give_up and len(rows) == 2 and max(_margin(scenario, row) for row in rows) < -_FAR_BELOW:
+        if give_up and _hopeless(scenario, rows, days=days):
             break
     columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0), strict=True)
-    immediate, percentile_s, within_slo, adapters_slo = (Estimate.of(column, top) for column, top in columns)
+    immediate, percentile_s, within_slo, adapters_slo = (
+        Estimate.of_days(column) if days else Estimate.of(column, top) for column, top in columns
+    )
     return Verdict(
         immediate=immediate,
         ttft_s_at_percentile=percentile_s,
@@ -136,7 +144,15 @@ def judge(
         worst_window=worst_window,
         ttft_s=np.concatenate(ttft_s),
         by_adapter=in_time_2N,
+        own=rows[0][2] if days else None,
     )
+
+
+def _hopeless(scenario: Scenario, rows: list[_Row], *, days: bool) -> bool:
+    margins = [_margin(scenario, row) for row in rows]
+    if days:
+        return sum(margin < 0 for margin in margins) > 0.05 * _DAYS
+    return len(rows) == 2 and max(margins) < -_FAR_BELOW
 
 
 def _row(scenario: Scenario, outcome: SimulationResult, part: slice | Ints) -> _Row:
@@ -188,6 +204,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain values."""
     return {
         "seeds": verdict.seeds,
+        "very_trace_within_ttft_slo": verdict.own,
         "requests_per_seed": verdict.requests_per_seed,
         "immediate_rate": verdict.immediate.mean,
         "interval": [verdict.immediate.low, verdict.immediate.high],

@@ -116,12 +116,14 @@ def load_over_time(result: Result) -> Iterator[str]:
         since = words.moment(found.start_s)
         yield f"Sized for its peak, {most}: {width} from {since} after its start (--window)."
     verdict = result.verified.verdict
+    if verdict is not None and verdict.own is not None:
+        yield (
+            f"Of this very trace, {verdict.own:.1%} within the TTFT SLO{'' if found.steady else ' at its peak'}; the "
+            f"intervals are the 5th and 95th percentile of {verdict.seeds} days of a process that is fitted to it."
+        )
     if verdict is not None and verdict.worst_window is not None:
         start_s, share = verdict.worst_window
-        yield (
-            f"Served worst for {width} from {words.moment(start_s)} after its start: {share:.1%} within the TTFT SLO. "
-            "Intervals are of this trace, begun elsewhere: another day may be fuller or call other adapters together."
-        )
+        yield f"Served worst for {width} from {words.moment(start_s)} after its start: {share:.1%} within the TTFT SLO."
 
 
 def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
@@ -129,7 +131,8 @@ def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
     if verdict is None:
         yield "within TTFT, simulated", "not simulated", ""
         return
-    held = f"{verdict.seeds} seeds: {'holds' if verdict.holds else 'REFUTED'}"
+    what = "seeds" if verdict.own is None else "days"
+    held = f"{verdict.seeds} {what}: {'holds' if verdict.holds else 'REFUTED'}"
     yield "within TTFT, simulated", words.rate(verdict.within_ttft), f">= {verdict.target:.12g}, {held}"
     asked = "" if verdict.iar is None else f">= {verdict.iar:.12g}, by --iar"
     yield "IAR, simulated", words.rate(verdict.immediate), asked

@@ -16,7 +16,7 @@ from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload
 
 OTHER = "(other)"
-_MOST_GAP_SECONDS = 3600.0
+_MOST_GAP_SECONDS, _DAY_SECONDS = 3600.0, 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,27 @@ def between(scrapes: Sequence[Scrape]) -> Measured:
 
 def by_hour(scrapes: Sequence[Scrape]) -> dict[int, Measured]:
     """Measure each hour of the day (UTC) by its fullest interval; refuses intervals of over an hour."""
-    found: dict[int, Measured] = {}
+    return {hour: max(parts, key=lambda one: one.in_flight) for hour, parts in _hours(scrapes).items()}
+
+
+def usual(scrapes: Sequence[Scrape]) -> dict[int, Measured]:
+    """Sum what was measured at each hour of the day (UTC), over all days: what that hour may be like next time."""
+    return {hour: _summed(parts) for hour, parts in _hours(scrapes).items()}
+
+
+def next_hour(scrapes: Sequence[Scrape]) -> int:
+    """Return the hour of the day (UTC) after that of the last scrape."""
+    return int(scrapes[-1].at % _DAY_SECONDS // 3600 + 1) % 24
+
+
+def _hours(scrapes: Sequence[Scrape]) -> dict[int, list[Measured]]:
+    found: dict[int, list[Measured]] = {}
     for earlier, later in pairwise(scrapes):
         if later.at - earlier.at > _MOST_GAP_SECONDS:
             continue
-        one, hour = _since(earlier, later), int((earlier.at + later.at) / 2 % 86400 // 3600)
-        if one.requests and (hour not in found or one.in_flight > found[hour].in_flight):
-            found[hour] = one
+        one = _since(earlier, later)
+        if one.requests:
+            found.setdefault(int((earlier.at + later.at) / 2 % _DAY_SECONDS // 3600), []).append(one)
     return dict(sorted(found.items()))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from provisioning.report import screen, words
 from provisioning.report.glossary import POINTER
 
+_NAMED = 10  # adapters on the screen
+
 
 def print_watch(found: dict[str, Any]) -> None:
     """Print measured beside planned, the GPUs, and the advice."""
@@ -27,6 +29,14 @@ def print_watch(found: dict[str, Any]) -> None:
         on.print(f"Called most: {', '.join(named)}.")
     if found["now"]:
         _print_gpus(found, on)
+    if found["next_hour"]:
+        one = found["next_hour"]
+        first, more = one["preload"][:_NAMED], len(one["preload"]) - _NAMED
+        on.print(
+            f"At {one['hour']:02}:00 UTC there were {words.number(one['request_rate'])} requests/s on average, "
+            f"{words.number(one['in_flight'])} in flight; load before it: {', '.join(first)}"
+            f"{f' and {more:,} more (--json)' if more > 0 else ''}."
+        )
     on.print(found["advice"], style="bold")
     on.print(POINTER)
 

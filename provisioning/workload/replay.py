@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from provisioning.arrays import Floats
 from provisioning.inputs import InputError, positive
-from provisioning.workload.requests import Requests, rotated
+from provisioning.workload.requests import Requests
 
 _WINDOWS = 48  # half an hour of a day, 75 s of an hour
 _ENOUGH = 1000  # requests of a window: fewer say little of its load
@@ -84,13 +84,13 @@ def marked(requests: Requests, found: LoadOverTime) -> Requests:
     return replace(requests, at_peak=(since_s >= 0) & (since_s < found.window_s))
 
 
-def replayed(trace: Requests, num: int, seed: int) -> Requests:
-    """Replay a trace. Seed 0: itself, up to 500,000 calls about its peak. Others: at most `num`, from another point."""
-    most = num if seed else _MOST_WHOLE
-    if len(trace) > most:
-        start = _start(trace, most, np.random.default_rng(seed))
-        return trace.part(slice(start, start + most))
-    return rotated(trace, seed) if seed else trace
+def about_peak(trace: Requests, most: int, seed: int) -> Requests:
+    """Return at most so many calls of a trace, about its peak if it has one; at most 500,000 for seed 0."""
+    most = most if seed else _MOST_WHOLE
+    if len(trace) <= most:
+        return trace
+    start = _start(trace, most, np.random.default_rng(seed))
+    return trace.part(slice(start, start + most))
 
 
 def _start(trace: Requests, most: int, rng: np.random.Generator) -> int:

@@ -70,16 +70,6 @@ class Requests:
         return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
 
 
-def rotated(trace: Requests, seed: int) -> Requests:
-    """Return the trace from a point that the seed draws, round its end, once through."""
-    start = int(np.random.default_rng(seed).integers(len(trace)))
-    index = (start + np.arange(len(trace))) % len(trace)
-    gap_s = trace.span_s / max(len(trace) - 1, 1)
-    arrival_s = trace.arrival_s[index] - trace.arrival_s[start]
-    arrival_s = np.where(index < start, arrival_s + trace.span_s + gap_s, arrival_s)
-    return replace(trace.part(index), arrival_s=arrival_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
     """Output lengths: log-normal with a mean and a coefficient of variation, or drawn from `observed`.

@@ -16,7 +16,9 @@ import numpy as np
 
 from provisioning.arrays import Floats
 from provisioning.inputs import InputError, count, non_negative, normalised
-from provisioning.workload.replay import LoadOverTime, marked, over_time, replayed
+from provisioning.workload.days import DayProcess
+from provisioning.workload.mixes import WindowMix, mixes
+from provisioning.workload.replay import LoadOverTime, about_peak, marked, over_time
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
 
 __all__ = [
@@ -97,9 +99,10 @@ class Workload:
         return replace(self, over_time=found, trace=marked(self.trace, found))
 
     def calls(self, *, tokens_per_s: float, num: int, seed: int) -> Requests:
-        """Draw about `num` calls at a rate of `tokens_per_s`, at the peak if there is one; see `replayed` for a trace.
+        """Draw about `num` calls at a rate of `tokens_per_s`, at the peak if there is one.
 
-        Where a trace names no adapters, every seed but 0 draws them anew.
+        Of a trace, seed 0 gives the very trace, and others days of the process that is fitted to it, whose peaks are
+        higher or lower. Where it names no adapters, these are drawn anew.
         """
         if self.generate is not None:
             made = self.generate(num, seed)
@@ -108,10 +111,26 @@ class Workload:
             return self.sample(rate=tokens_per_s / self.lengths.mean_tokens, num_requests=num, seed=seed)
         trace = self.trace
         own = trace.mean_rate() * float(trace.output_tokens.mean()) * self.peak
+        if seed:
+            trace = self._day(seed)
         if seed and not trace.names:
             drawn = np.random.default_rng(seed).choice(self.num_adapters, len(trace), p=self.popularity)
             trace = replace(trace, adapter=drawn.astype(np.int64))
-        return replayed(trace, num, seed).slowed(own / tokens_per_s)
+        return about_peak(trace, num, seed).slowed(own / tokens_per_s)
+
+    def _day(self, seed: int) -> Requests:
+        day, over = self._days.day(seed), self.over_time
+        return day if over is None or over.steady else marked(day, over_time(day, over.window_s))
+
+    @cached_property
+    def mixes(self) -> tuple[WindowMix, ...]:
+        """The mix of adapters of each window of a trace; none where it does not change by more than chance."""
+        return () if self.trace is None or self.over_time is None else mixes(self.trace, self.over_time)
+
+    @cached_property
+    def _days(self) -> DayProcess:
+        assert self.trace is not None
+        return DayProcess.of(self.trace)
 
     def sample(self, *, rate: float, num_requests: int, seed: int) -> Requests:
         """Sample calls at `rate` requests/s from popularity and lengths; the same seed gives the same calls."""

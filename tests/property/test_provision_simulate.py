@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bench import provision_iar
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
 from provisioning.inputs import InputError
+from provisioning.plan import judge as judging
 from provisioning.plan.candidates import all_but_cache
 from provisioning.plan.choice import smallest
 from provisioning.plan.judge import Verdict, judge, played
@@ -207,11 +208,34 @@ SMALL = {
 }  # fmt: skip
 
 
+def small_question(seed):
+    rng = random.Random(seed)
+    return question(max_gpus=9, **{name: rng.choice(values) for name, values in SMALL.items()})
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))])
+def test_no_smaller_count_passes_the_check_that_the_answer_passes(seed, monkeypatch):
+    """Every layout of every count is judged, by shorter runs than a plan's; the search asks the same judge."""
+    monkeypatch.setattr(judging, "_FEWEST_CALLS", 2000)
+    asked, verdicts = small_question(seed), {}
+
+    def bears(item):
+        if item.layout not in verdicts:
+            verdicts[item.layout] = judge(item.scenario, disaggregated(item), item.mean_step_us, 5, give_up=True)
+        return verdicts[item.layout]
+
+    layouts = [item for found in all_but_cache(asked) for item in found]
+    model = smallest(asked).chosen
+    first = next((item for item in layouts if model and item.layout == model.layout), None)
+    found = Search(layouts, bears).smallest(first) if layouts else None
+    held = (item.gpus for item in layouts if bears(item).holds)
+    assert (found and found.candidate.gpus) == next(held, None)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_the_answer_is_that_of_simulating_every_layout_of_every_count(seed):
-    rng = random.Random(seed)
-    asked = question(max_gpus=9, **{name: rng.choice(values) for name, values in SMALL.items()})
+    asked = small_question(seed)
     found = verify(asked, smallest(asked), 5).choice.chosen
     every = (item for layouts in all_but_cache(asked) for item in layouts)
     held = (item.gpus for item in every if judge(item.scenario, disaggregated(item), item.mean_step_us, 5).holds)

@@ -116,6 +116,22 @@ def test_a_recorded_day_says_when_how_many(tmp_path, plan):
     assert "01:00 UTC, model" in said and "at the fullest hour" in said and said.isascii()
 
 
+def test_the_next_hour_is_what_it_was_on_other_days():
+    """Two days of two hours each: what was called at one o'clock is loaded before one o'clock."""
+    pages, calls, at = [], {"night": 0, "day": 0}, 0.0
+    for day in range(2):
+        for hour, name in enumerate(("night", "day")):
+            at = 86_400.0 * day + 3600 * hour
+            pages.append(page(at, dict(calls)))
+            calls[name] += 600 * (1 + day)
+            pages.append(page(at + 3000, dict(calls)))
+    pages.append(page(at + 86_400 - 3600, calls))
+    scrapes = scrape.parsed("".join(pages), "here")
+    usual, hour = measured.usual(scrapes), measured.next_hour(scrapes)
+    assert hour == 1 and list(usual) == [0, 1] and usual[1].named == ["day"]
+    assert usual[1].rate == pytest.approx(1800 / 6000) and usual[0].requests == 1800
+
+
 @pytest.mark.long
 def test_measured_popularity_is_what_is_planned_for(tmp_path, plan):
     """The same load, flat instead of skewed, needs more slots."""

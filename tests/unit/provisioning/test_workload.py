@@ -20,7 +20,7 @@ from provisioning.report.result import answer
 from provisioning.simulation.run import run
 from provisioning.workload import servegen, traces
 from provisioning.workload.counts import read_counts
-from provisioning.workload.replay import over_time, replayed
+from provisioning.workload.replay import about_peak, over_time
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
 from provisioning.workload.workload import Workload, from_counts, zipf
 from tests.support import provision as support
@@ -269,10 +269,10 @@ def test_what_is_replayed_of_a_long_trace_has_its_peak():
     trace = Workload(popularity=np.ones(1), trace=whole).sized_for(1000.0)
     assert trace.peak == pytest.approx(1.93, abs=0.02)
     for seed in (1, 2):
-        part = replayed(trace.trace, 8000, seed)
+        part = about_peak(trace.trace, 8000, seed)
         assert len(part) == 8000 and part.at_peak.sum() == trace.trace.at_peak.sum()
-    assert len(replayed(trace.trace, 8000, 0)) == 54_000
-    at_peak = trace.calls(tokens_per_s=500.0, num=8000, seed=1)
+    assert len(about_peak(trace.trace, 8000, 0)) == 54_000
+    at_peak = trace.calls(tokens_per_s=500.0, num=8000, seed=0)
     inside = at_peak.arrival_s[at_peak.at_peak]
     assert inside.size * 10 / (inside[-1] - inside[0]) == pytest.approx(500, rel=0.01)
 

@@ -1,0 +1,155 @@
+"""Other days of a trace: its calls drawn anew, in blocks, with the load that a fitted process gives them.
+
+Legend: W windows of the trace.
+
+The load of a window is a daily curve times a factor. The curve has two harmonics of a day (of the trace, where it is
+shorter than two days), and is flat where they explain less than 70 % of what varies. A day is made of blocks of
+consecutive windows, drawn with their calls from where the curve is about as high, for each group of adapters that move
+together (`together`) by themselves: which adapters are called together, and how calls cluster within a block, stays as
+it was, and tenants are busy together or not by chance. The load of a block is drawn by a smoothed bootstrap (its kernel
+is log-normal), so that peaks are higher or lower than any that was seen: calls are left out, or others of the block
+are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from provisioning.arrays import Floats, Ints
+from provisioning.workload.requests import Requests
+from provisioning.workload.together import groups
+
+_WINDOWS, _BLOCKS = 96, 16  # of a day
+_FEWEST = 20  # calls of a window, on average
+_DAY_S = 86_400.0
+_EXPLAINED, _FEWEST_FOR_CURVE = 0.7, 12  # windows
+_ALIKE = 1.5  # factor between the curve where a block is drawn from and where it is put
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DayProcess:
+    """What is fitted: blocks of each group of adapters, under one curve."""
+
+    trace: Requests
+    groups: tuple[BlockDraws, ...]
+
+    @classmethod
+    def of(cls, trace: Requests) -> DayProcess:
+        """Fit the process to a trace."""
+        days = int(trace.span_s // _DAY_S)
+        days, day_s = (days, _DAY_S) if days >= 2 else (1, trace.span_s)
+        per_day = max(min(_WINDOWS, len(trace) // (days * _FEWEST)), 1)
+        width_s, num = day_s / per_day, days * per_day
+        since_s = trace.arrival_s - trace.arrival_s[0]
+        edges_W1 = np.searchsorted(since_s, np.arange(num + 1) * width_s)
+        edges_W1[-1] = len(trace) if days == 1 else edges_W1[-1]
+        load_W = np.diff(np.append(0.0, np.cumsum(trace.output_tokens))[edges_W1])
+        curve_W = _curve(load_W / load_W.mean(), per_day)
+        group = groups(trace.adapter, edges_W1, curve_W, trace.num_adapters)[trace.adapter]
+        kept = np.arange(edges_W1[-1])
+        apart = [kept[group[kept] == one] for one in np.unique(group)]
+        return cls(
+            trace=trace,
+            groups=tuple(BlockDraws.of(trace, calls, curve_W, width_s=width_s, per_day=per_day) for calls in apart),
+        )
+
+    def day(self, seed: int) -> Requests:
+        """Draw a day; the same seed gives the same."""
+        rng = np.random.default_rng(seed)
+        calls, arrival_s = (np.concatenate(both) for both in zip(*(one.day(rng) for one in self.groups), strict=True))
+        order = np.argsort(arrival_s, kind="stable")
+        return replace(self.trace.part(calls[order]), arrival_s=arrival_s[order], at_peak=None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockDraws:
+    """Calls that are drawn together. `calls` index the trace, `edges_W1` the first of each window, and the end.
+
+    `since_s` is the time of each call in its window, and `kernel` the spread of a block's load.
+    """
+
+    calls: Ints
+    since_s: Floats
+    edges_W1: Ints
+    curve_W: Floats
+    width_s: float
+    per_day: int
+    block: int
+    kernel: float
+
+    @classmethod
+    def of(cls, trace: Requests, calls: Ints, curve_W: Floats, *, width_s: float, per_day: int) -> BlockDraws:
+        """Fit the draws of these calls under a curve."""
+        at_s = trace.arrival_s[calls] - trace.arrival_s[0]
+        window = np.minimum((at_s / width_s).astype(np.int64), curve_W.size - 1)
+        block, tokens = max(round(per_day / _BLOCKS), 1), trace.output_tokens[calls]
+        load_W = np.bincount(window, tokens, curve_W.size) / curve_W
+        return cls(
+            calls=calls,
+            since_s=at_s - window * width_s,
+            edges_W1=np.searchsorted(window, np.arange(curve_W.size + 1)),
+            curve_W=curve_W,
+            width_s=width_s,
+            per_day=per_day,
+            block=block,
+            kernel=_kernel(load_W, block, tokens),
+        )
+
+    def day(self, rng: np.random.Generator) -> tuple[Ints, Floats]:
+        """Draw a day: calls of the trace, and when they arrive."""
+        drawn, arrivals_s = list[Ints](), list[Floats]()
+        for first in range(0, self.per_day, self.block):
+            source = self._source(rng, first)
+            factor = float(np.exp(self.kernel * rng.normal() - self.kernel**2 / 2))
+            for at in range(min(self.block, self.per_day - first)):
+                times = factor * self.curve_W[first + at] / self.curve_W[source + at]
+                which, since_s = self._window(rng, source, source + at, times)
+                drawn.append(self.calls[which])
+                arrivals_s.append(since_s + (first + at) * self.width_s)
+        return np.concatenate(drawn), np.concatenate(arrivals_s)
+
+    def _source(self, rng: np.random.Generator, first: int) -> int:
+        """Draw the first window of a block that may stand at `first`."""
+        middle, starts = self.block // 2, np.arange(self.curve_W.size - self.block + 1)
+        here = self.curve_W[min(first + middle, self.per_day - 1)]
+        far = np.abs(np.log(self.curve_W[starts + middle] / here))
+        return int(rng.choice(starts[far <= max(np.log(_ALIKE), float(far.min()))]))
+
+    def _window(self, rng: np.random.Generator, first: int, window: int, times: float) -> tuple[Ints, Floats]:
+        """Return the calls of a window, `times` as many, and when they arrive in it; others come from its block."""
+        own = np.arange(self.edges_W1[window], self.edges_W1[window + 1])
+        since_s = self.since_s[own]
+        if times < 1 or not own.size:
+            kept = rng.random(own.size) < times
+            return own[kept], since_s[kept]
+        more = int(rng.poisson((times - 1) * own.size))
+        others = rng.integers(self.edges_W1[first], self.edges_W1[first + self.block], more)
+        return np.concatenate([own, others]), np.concatenate([since_s, rng.choice(since_s, more)])
+
+
+def _curve(load_W: Floats, per_day: int) -> Floats:
+    """Fit two harmonics of a day; flat where they explain too little, or a day has too few windows to tell."""
+    flat = np.ones(load_W.size)
+    if per_day < _FEWEST_FOR_CURVE:
+        return flat
+    angle_W = 2 * np.pi * np.arange(load_W.size) / per_day
+    terms = np.stack([flat, *(wave(times * angle_W) for times in (1, 2) for wave in (np.sin, np.cos))])
+    weights, *_ = np.linalg.lstsq(terms.T, load_W, rcond=None)
+    curve_W = np.maximum(weights @ terms, 0.05)
+    varies = float(load_W.var())
+    if not varies or float(((load_W - curve_W) ** 2).mean()) > (1 - _EXPLAINED) * varies:
+        return flat
+    return np.asarray(curve_W / curve_W.mean())
+
+
+def _kernel(factor_W: Floats, block: int, tokens: Ints) -> float:
+    """Compute the width of the kernel by Silverman's rule, of what varies between blocks beyond chance."""
+    blocks = factor_W.size // block
+    if blocks < 2 or not factor_W[: blocks * block].any():
+        return 0.0
+    factor_B = factor_W[: blocks * block].reshape(blocks, block).mean(axis=1)
+    chance = (1 + (tokens.std() / tokens.mean()) ** 2) * blocks / tokens.size
+    spread = float(np.log1p(max(factor_B.var(ddof=1) / factor_B.mean() ** 2 - chance, 0.0))) ** 0.5
+    return float(spread * (4 / 3 / blocks) ** 0.2)
