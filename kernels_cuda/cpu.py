@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -79,26 +79,37 @@ def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
 def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[None]:
     """Compute delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
     for block, first, num_entries in step.segments:
-        y_nO = delta_NO[first : first + num_entries]
+        last, column, covered = first + num_entries, 0, 0
         parts = [placed(pair, step.windows) for pair in block.pairs]
-        if sum(b_oR.shape[0] for part in parts for b_oR, _ in part) < y_nO.shape[1]:
-            y_nO.zero_()
-        column = 0
+        for part in parts:
+            for b_oR, _ in part:
+                covered += b_oR.shape[0]
+        if covered < delta_NO.shape[1]:
+            delta_NO[first:last].zero_()
         for pair, part in zip(block.pairs, parts, strict=True):
-            v_nR = v_NR[first : first + num_entries, column : column + pair.a_RK.shape[0]]
+            v_nR = v_NR[first:last, column : column + pair.a_RK.shape[0]]
             for b_oR, begin in part:
-                num = max(PART_ELEMENTS // max(num_entries, 1), 1)
-                for low in range(0, b_oR.shape[0], num):
-                    b_pR = b_oR[low : low + num].float()
-                    _times(v_nR, b_pR, pair.scale, y_nO[:, begin + low : begin + low + b_pR.shape[0]])
+                for b_pR, low in _some_of(b_oR, num_entries):
+                    y_np = delta_NO[first:last, begin + low : begin + low + b_pR.shape[0]]
+                    _times(v_nR, b_pR.float(), pair.scale, y_np)
                     yield
             column += pair.a_RK.shape[0]
+
+
+def _some_of(b_oR: torch.Tensor, num_entries: int) -> Iterable[tuple[torch.Tensor, int]]:
+    """Cut B so that a result of so many entries has PART_ELEMENTS elements; return (rows of B, the first's index)."""
+    num = max(PART_ELEMENTS // max(num_entries, 1), 1)
+    if b_oR.shape[0] <= num:  # nearly always: a view would cost what a small GEMM does
+        return ((b_oR, 0),)
+    return ((b_oR[low : low + num], low) for low in range(0, b_oR.shape[0], num))
 
 
 def _times(v_nR: torch.Tensor, b_oR: torch.Tensor, scale: float, y_no: torch.Tensor) -> None:
     """Compute y = scale * v B. A GEMM of 4 rows or more repacks B; for FEW_ROWS, GEMMs of two rows each cost less."""
     num = v_nR.shape[0]
-    together = 2 if num in FEW_ROWS else max(num, 1)
-    for i in range(0, num, together):
-        out = y_no[i : i + together]
-        torch.addmm(out, v_nR[i : i + together], b_oR.t(), beta=0, alpha=scale, out=out)
+    if num not in FEW_ROWS:
+        torch.addmm(y_no, v_nR, b_oR.t(), beta=0, alpha=scale, out=y_no)
+        return
+    for i in range(0, num, 2):
+        out = y_no[i : i + 2]
+        torch.addmm(out, v_nR[i : i + 2], b_oR.t(), beta=0, alpha=scale, out=out)
