@@ -35,7 +35,7 @@ def compare(
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report (default: none).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Compare GPUs over requests/s, by the model: coupled, disaggregated, 8-bit wire and hot-merged.
+    """Compare GPUs over requests/s, by the model: coupled, disaggregated, 8-bit wire, hot-merged, merged base.
 
     The question takes `provision`'s own options: --slo, --model, --adapters, --request-rate and so on.
     """

@@ -48,7 +48,8 @@ Eq6 = Literal["stage", "printed"]
 class StepModel:
     """Everything that a step's time depends on but the batch and the layout.
 
-    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`.
+    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`. `merged_share`: see
+    LoraWork.
     """
 
     spec: ModelSpec
@@ -62,6 +63,7 @@ class StepModel:
     once_per_shard: bool = True
     attention_share: float = 0.0
     tensor_parallel: bool = False
+    merged_share: float = 0.0
     base_dtype: BaseDtype = BF16
     prefill_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -100,6 +102,7 @@ class StepModel:
             copies=self.instance_gpus if self.tensor_parallel else 1,
             conversion_us=self.transport.conversion_us(self.cluster.hbm_bytes_per_us) if self.wire == "e4m3" else 0.0,
             efficiency=self.efficiency,
+            merged_share=self.merged_share,
         )
 
     def lora(self, batch: float, layout: Layout, engines: int = 1) -> Latency:
@@ -221,7 +224,9 @@ class StepModel:
 
     def _term(self, name: str, batch: float, ep: int, modelled_us: float, engines: int) -> Quantity:
         found = self.profile.lookup(name, batch=batch, ep=ep, engines=engines)
-        return found or self.efficiency.modelled(modelled_us)
+        if found is None or self.merged_share:  # profiles are of engines without a merge
+            return self.efficiency.modelled(modelled_us)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ class LoraWork:
     """The bytes and FLOPs of tokens that name adapters by popularity, and their times in us.
 
     `copies`: see geometry.lora_step. `conversion_us` is what both ends take to make a byte of exact rows shorter.
+    `merged_share`: of the tokens, those whose adapter is in the base weights. They need no server; any other token has
+    two entries, its own and one of the merged adapter, whose `popularity` is the share of those.
     """
 
     spec: ModelSpec
@@ -31,11 +33,13 @@ class LoraWork:
     copies: int
     conversion_us: float
     efficiency: Efficiency
+    merged_share: float = 0.0
 
     def step(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
         """Count the bytes of a step, by the model's popularity or by the given one."""
+        is_chunk = popularity is not None  # of one request, and so of one adapter
         popularity, times = self._grouped if popularity is None else (popularity, 1.0)
-        return geometry.lora_step(
+        bytes_ = geometry.lora_step(
             self.spec,
             popularity,
             times=times,
@@ -46,6 +50,15 @@ class LoraWork:
             once_per_shard=self.once_per_shard,
             attention_share=self.attention_share,
             copies=self.copies,
+        )
+        if not self.merged_share:
+            return bytes_
+        others = 1.0 - self.merged_share
+        return geometry.StepBytes(
+            receive=others * bytes_.receive,
+            send=others * bytes_.send,
+            weights=bytes_.weights * (2.0 * others if is_chunk else 1.0),
+            flops=2.0 * others * bytes_.flops,
         )
 
     def compute_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:

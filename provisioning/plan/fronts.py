@@ -4,6 +4,7 @@ coupled         no LoRA Server: instances with their own caches, whose share of 
 disaggregated   instances beside a LoRA Server, both sought together
 8-bit wire      the same with half the bytes on the links
 hot-merged      the hottest adapters merged into instances of their own, the others disaggregated (or coupled)
+merged base     disaggregated, with the hottest adapter in the base weights of every instance (lora-server merge)
 
 A batch follows from rate, step and instances. Sizes of an instance are tried where several are given; nothing is
 charged for what the GPUs of one exchange, so large ones look better than they are.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from provisioning.arrays import Ints
+from provisioning.model.latency import StepModel
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import coupled
 from provisioning.plan.instances import base_instances, sized
@@ -120,6 +122,22 @@ def _merged(scenario: Scenario, num: int) -> Point | None:
     )
 
 
+def merged_base(scenario: Scenario) -> Point | None:
+    """Size instances whose base weights contain the hottest adapter, with a LoRA Server for all others.
+
+    A share h of the rows stays in the engine. Any other row travels once and has two entries.
+    """
+    return disaggregated(replace(scenario, model=with_merged(scenario.model)))
+
+
+def with_merged(model: StepModel) -> StepModel:
+    """Return the model of instances whose base weights contain the hottest adapter."""
+    popularity, hottest = model.popularity.copy(), int(np.argmax(model.popularity))
+    share = float(popularity[hottest])
+    popularity[hottest] = 1.0 - share
+    return replace(model, popularity=popularity, merged_share=share)
+
+
 def _part(scenario: Scenario, index: Ints) -> Scenario:
     """Return the question for the calls of some adapters alone, at their share of the rate."""
     workload = scenario.workload
@@ -182,4 +200,5 @@ LINES: dict[str, Serve] = {
     "disaggregated": disaggregated,
     "8-bit wire": narrow_wire,
     "hot-merged": hot_merged,
+    "merged base": merged_base,
 }

@@ -16,7 +16,8 @@ from provisioning.report.html import page, picture, table
 NOTES = (
     "By the model alone: `provision` simulates the plan that you choose.",
     "Nothing is charged for what the GPUs of one instance exchange, so large instances look better than they are.",
-    "8-bit wire: half the bytes on the links. Hot-merged: an instance of its own per merged adapter, at least.",
+    "8-bit wire: half the bytes on the links. Hot-merged: an instance of its own per merged adapter, at least. Merged "
+    "base: `lora-server merge`, the hottest adapter in the base weights of every instance.",
     POINTER,
 )
 HEADINGS = ("way to serve", "requests/s", "GPUs", "requests an instance", "instances x GPUs, server and slots")
@@ -61,11 +62,12 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """Notes on all lines, and whether the hottest adapter pays in the base weights of every instance."""
         entries = 2 * (1 - self.hottest)
-        wins = "pays" if entries < 1 else "does not pay"
+        wins = "saves" if entries < 1 else "costs"
         merge = (
-            f"lora-server merge {wins} here: with the hottest adapter, {self.hottest:.0%} of the requests, in the base "
-            f"weights of every instance, a row with an adapter costs the server {entries:.2f} entries; above 50 % it "
-            "is less than 1."
+            f"Merged base {wins} compute here: with {self.hottest:.0%} of the requests for the hottest adapter, a row "
+            f"with an adapter costs the server {entries:.2f} entries, and 1 without a merge; it breaks even at 50 %. "
+            f"The links carry {1 - self.hottest:.2f} of the bytes. Requests of the base model, which are not counted, "
+            "would need the server, too."
         )
         return (*NOTES[:-1], merge, NOTES[-1])
 
@@ -97,7 +99,7 @@ def plot(found: Comparison, kind: str) -> bytes:
 
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    styles = ("o-", "s-", "^--", "d:")
+    styles = ("o-", "s-", "^--", "d:", "v-.")
     for (line, points), style in zip(found.fronts.items(), styles, strict=False):
         known = [point for point in points if point]
         axes.plot([p.rate for p in known], [p.gpus for p in known], style, ms=5, lw=1.5, alpha=0.85, label=line)

@@ -17,6 +17,7 @@ TERMS = {
     "epX-ppY": "The server's layout: experts over X GPUs, layers over Y stages.",
     "headroom": "By how much the load may grow before the plan fails, by the model.",
     "hot-merged": "The hottest adapters are merged into the weights of instances that serve nothing else.",
+    "merged base": "The hottest adapter is in the base weights of every instance; the LoRA Server has the others.",
     "IAR": "Immediate admission rate: the share of requests whose adapter has a slot, or gets one, when they come.",
     "LB": "Requests in flight in all: L instances of B each; with a rate, by Little's law.",
     "M*": "The fewest slots whose IAR reaches the target, by the model `offered`.",

@@ -1,6 +1,7 @@
 """What `provision` prints, as in screens/*.txt; its subcommands; and that it is quick and needs no torch."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
 import json
@@ -15,6 +16,7 @@ import termios
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from lora_server.config import load as config_of
@@ -196,7 +198,7 @@ def test_every_line_of_a_comparison(tmp_path):
     found = provision("compare", *asked)
     assert found.exit_code == 0, found.output
     said = json.loads(found.stdout)
-    assert list(said["fronts"]) == ["coupled", "disaggregated", "8-bit wire", "hot-merged"]
+    assert list(said["fronts"]) == ["coupled", "disaggregated", "8-bit wire", "hot-merged", "merged base"]
     gpus = {line: [point and point["gpus"] for point in points] for line, points in said["fronts"].items()}
     assert said["rates"][said["asked"]] == 40 and all(len(points) == 9 for points in gpus.values())
     for line, points in gpus.items():
@@ -208,10 +210,12 @@ def test_every_line_of_a_comparison(tmp_path):
     assert "`provision glossary`" in provision("compare", *typed(**COMPARED, zipf=1)).output
 
 
-@pytest.mark.parametrize(("hottest", "said"), [(0.24, "does not pay here"), (0.8, "pays here")])
+@pytest.mark.parametrize(("hottest", "said"), [(0.24, "costs"), (0.8, "saves")])
 def test_a_comparison_says_whether_a_merge_pays(hottest, said):
     found = Comparison(question="", command="", date="", rates=(1.0,), asked=0, fronts={}, hottest=hottest)
-    assert any(f"lora-server merge {said}" in note and f"{2 - 2 * hottest:.2f} entries" in note for note in found.notes)
+    assert any(
+        f"Merged base {said} compute" in note and f"{2 - 2 * hottest:.2f} entries" in note for note in found.notes
+    )
 
 
 @pytest.mark.long
@@ -228,6 +232,23 @@ def test_a_budget_is_kept_and_more_buys_more():
 def test_merged_adapters_leave_the_others_their_share_of_the_load():
     found = fronts.hot_merged(scenario(PlanFlags(**COMPARED, zipf=1.6)))
     assert "merged on" in found.how and found.gpus >= 3 and found.rate == 40.0
+
+
+@pytest.mark.parametrize("hottest", [0.2, 0.5, 0.8])
+def test_a_merged_base_sends_the_other_rows_once_and_computes_two_entries_of_each(hottest):
+    others = np.full(4, (1 - hottest) / 4)
+    model = dataclasses.replace(scenario(PlanFlags(**COMPARED)).model, popularity=np.array([*others, hottest]))
+    plain, merged = model.work.step(64, 2), fronts.with_merged(model).work.step(64, 2)
+    assert merged.receive == pytest.approx((1 - hottest) * plain.receive)
+    assert merged.send == pytest.approx((1 - hottest) * plain.send)
+    assert merged.flops == pytest.approx(2 * (1 - hottest) * plain.flops)
+    alone, both = (dataclasses.replace(model, popularity=np.ones(1), merged_share=one) for one in (0.0, hottest))
+    assert both.prompt(2).lora.compute.value == pytest.approx(2 * (1 - hottest) * alone.prompt(2).lora.compute.value)
+
+
+def test_a_merged_base_takes_fewer_gpus_where_one_adapter_has_most_requests():
+    asked = scenario(PlanFlags(**COMPARED | {"request_rate": 160.0}, zipf=3.0))
+    assert fronts.merged_base(asked).gpus < fronts.disaggregated(asked).gpus
 
 
 def test_simulate():
