@@ -6,13 +6,13 @@ A row of the merged adapter needs nothing. Any other row, the base model's too, 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from client_connector.client import Client
 from client_connector.session import Session
-from lora_server.errors import ConfigError, GeometryMismatchError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.errors import GeometryMismatchError, LeaseError, ServerUnavailableError, UnknownAdapterError
 from lora_server.merged import MERGED, MergedRecord
-from lora_server.spec import ModelSpec
-from lora_server.wire.terms import Held
+from lora_server.wire.terms import Held, Terms
 
 LOOK_SECONDS = 0.5  # for a server to say which version is current
 Segments = tuple[tuple[Held, float], ...]
@@ -26,46 +26,54 @@ def row_segments(held: Held | None, merged: Held | None) -> Segments:
     return (*own, (merged, -1.0))
 
 
-def check_merged(record: MergedRecord, served: ModelSpec) -> None:
+def check_merged(record: MergedRecord, terms: Terms) -> None:
     """Raise GeometryMismatchError if the weights were merged from another base model than the server's."""
+    served = terms.spec
     if record.base_fingerprint != served.fingerprint():
         raise GeometryMismatchError(
             f"{MERGED}: {record.name} was merged into {record.base_model} ({record.base_fingerprint}), and the server "
             f"serves {served.name} ({served.fingerprint()}): merge again, or start the server with that base model"
         )
-
-
-def check_version(record: MergedRecord, held: Held) -> None:
-    """Raise ConfigError if the server's adapter of that name is not the version in the weights."""
-    if held.version != record.version:
-        raise ConfigError(
-            f"{MERGED}: the weights contain {record.name} {record.version[:12]}, and the server serves "
-            f"{held.version[:12]}: merge that version and start the engine on it, or update {record.name} back"
+    if terms.base_weights not in ("", record.base_weights):
+        raise GeometryMismatchError(
+            f"{MERGED}: {record.name} was merged into weights {record.base_weights}, and the server's base model "
+            f"{served.name} has the same sizes and weights {terms.base_weights}: merge again, or start the server "
+            "with the --base-model that was merged into"
         )
+
+
+def hold_version(
+    record: MergedRecord, acquire: Callable[[Sequence[str], float], Sequence[Held]], deadline: float
+) -> Held:
+    """Acquire the version in the weights, whatever its name means by now. Raises UnknownAdapterError if the server
+    never had it, or has forgotten it."""
+    try:
+        (held,) = acquire([f"{record.name}@{record.version}"], deadline)
+    except UnknownAdapterError as error:
+        raise UnknownAdapterError(
+            f"{MERGED}: the weights contain {record.name} {record.version[:12]}: {error}; merge the version that "
+            "serves and start the engine on it"
+        ) from None
+    return held
 
 
 class MergedHold:
     """Holds the merged version in a client's current session, as long as the client lives. One thread."""
 
     def __init__(self, client: Client, record: MergedRecord) -> None:
-        """Acquire it. Raises GeometryMismatchError, ConfigError, UnknownAdapterError, ServerUnavailableError."""
+        """Acquire it. Raises GeometryMismatchError, UnknownAdapterError, ServerUnavailableError."""
         self._client, self.record = client, record
         self.in_weights = Held(record.name, 0, frozenset(), record.version)  # stands for rows without a step
         self._session: Session | None = None
         self._was_current = True
-        check_merged(record, client.terms.spec)
+        check_merged(record, client.terms)
         self.held(client.deadline())
 
     def held(self, deadline: float) -> Held:
         """Return it as it is held in the current session, which may be a new one."""
         if self._session is not self._client.session:
-            (held,) = self._client.acquire([self.record.name], deadline)
-            try:
-                check_version(self.record, held)
-            except LoraServerError:
-                self._client.release([held])
-                raise
-            self._held, self._session = held, self._client.session
+            self._held = hold_version(self.record, self._client.acquire, deadline)
+            self._session = self._client.session
         return self._held
 
     def is_current(self) -> bool:

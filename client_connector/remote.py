@@ -138,6 +138,7 @@ class RemoteSession(Session):
             lease.adapters,
             lease.slo_class,
             agreed_wire(lease.wire, self._server.wire),
+            lease.base_weights,
         )
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
         if self._server.in_world:

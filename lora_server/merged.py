@@ -21,13 +21,15 @@ _AGAIN = "merge again: lora-server merge"
 class MergedRecord:
     """The adapter `name` in its `version` (a digest), merged into a base model of this geometry.
 
-    `files`: bytes of each weight file. `errors`: see merge.rounding.RowErrors.
+    `base_weights`: fingerprint of its weights. `files`: bytes of each weight file. `errors`: see
+    merge.rounding.RowErrors.
     """
 
     name: str
     version: str
     base_model: str
     base_fingerprint: str
+    base_weights: str
     dtype: str
     files: Mapping[str, int]
     errors: Mapping[str, Mapping[str, float]]

@@ -12,7 +12,7 @@ from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
 from client_connector.serving.lookahead import Lookahead
 from client_connector.serving.plan import Failure
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller
-from client_connector.serving.request_state import Action, Event, FailurePolicy, Phase
+from client_connector.serving.request_state import NEVER, Action, Event, FailurePolicy, Phase
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
@@ -144,11 +144,17 @@ class RequestDriver:
                 self.refuse(request, Failure.of(error))
             else:
                 start = invocation_start(request.prompt or (), tokens)
-        with self._lock:
-            request.state = request.state.identified(held.version, start or 0)
+        lacking = None
         if start is None:
-            message = f"adapter {request.name!r}: the prompt lacks its invocation {list(tokens)}"
-            self.apply(request, Event.FELL_BACK, failure=Failure("not_invoked", message))
+            lacking = Failure(
+                "not_invoked", f"adapter {request.name!r}: the prompt lacks its invocation {list(tokens)}"
+            )
+        goes_on = self._session.record is not None  # rows of the base model need the server, as an adapter's do
+        with self._lock:
+            begins = NEVER if start is None else start
+            request.state = request.state.identified(held.version, begins, lacking if goes_on else None)
+        if lacking is not None and not goes_on:
+            self.apply(request, Event.FELL_BACK, failure=lacking)
 
     def _expire(self, request: AdapterRequest, is_up: bool) -> None:
         """Fail a request that has waited for the server for too long."""

@@ -79,7 +79,7 @@ class AdapterLeases:
             request = self._requests.pop(request_id, None)
         if request is None:
             return
-        failure = request.state.failure
+        failure = request.state.failure or request.state.not_invoked
         self._driver.apply(request, Event.FINISHED)
         attributes = {"request": request_id, "adapters": request.name, "failure": failure.code if failure else ""}
         waited = {f"wait_{stage}": seconds for stage, seconds in request.waits.seconds.items()}
@@ -141,7 +141,6 @@ class AdapterLeases:
     def plan(self, scheduled: Collection[str]) -> StepPlan:
         """Plan a step of these requests. A request without a held adapter gets no rows: it is void, or has failed."""
         requests = {name: self._requests[name] for name in scheduled if name in self._requests}
-        base = [name for name, request in requests.items() if request.state.falls_back and self._record is not None]
         requests = {name: request for name, request in requests.items() if request.state.failure is None}
         if requests:
             self._session.check()
@@ -150,13 +149,11 @@ class AdapterLeases:
         session = self._session.current
         merged = self._session.merged_in(session)
         if merged is None and self._record is not None:
-            return StepPlan(void=(*requests, *base))
+            return StepPlan(void=tuple(requests))
         held = {name: one for name, request in requests.items() if (one := request.held_in(session)) is not None}
         rows = {
             name: Assigned(one.handle, requests[name].state.start, requests[name].is_base) for name, one in held.items()
         }
-        if merged is not None:
-            rows |= {name: Assigned(merged.handle, 0, True) for name in base}
         for name in held:
             requests[name].waits.scheduled()
         void = tuple(name for name in requests if name not in rows and requests[name].state.failure is None)

@@ -16,6 +16,7 @@ from client_connector.serving.plan import RETRY, Failure
 from lora_server.wire.terms import Held
 
 MAX_RETRIED_STEPS = 3  # of one request
+NEVER = 1 << 62  # the start of an activated LoRA whose invocation the prompt lacks
 
 
 class Phase(Enum):
@@ -140,7 +141,8 @@ class RequestState:
     """One request's adapter, as far as the engine is concerned. `version` and `start` are known with the first answer.
 
     `held` is set in HELD alone, `loading` in LOADING: what a grant will give;
-    `failure` in FAILED and BASE_MODEL, and kept in ENDED; `deadline` counts in AWAY.
+    `failure` in FAILED and BASE_MODEL, and kept in ENDED; `deadline` counts in AWAY. `not_invoked`: all rows are the
+    base model's, and need the server since an adapter is merged into the weights, so the request goes on as any other.
     """
 
     phase: Phase = Phase.ASKING
@@ -149,6 +151,7 @@ class RequestState:
     held: Held | None = None
     loading: Held | None = None
     failure: Failure | None = None
+    not_invoked: Failure | None = None
     deadline: float = 0.0
     void: Failure | None = None  # of the newest step that is retried
     num_retried: int = 0
@@ -177,6 +180,11 @@ class RequestState:
     def falls_back(self) -> bool:
         """Whether the base model answers from now on."""
         return self.phase is Phase.BASE_MODEL
+
+    @property
+    def base_model_reason(self) -> Failure | None:
+        """Why the base model answers; None: it does not."""
+        return self.failure if self.falls_back else self.not_invoked
 
     def after(
         self, event: Event, *, held: Held | None = None, failure: Failure | None = None, deadline: float = 0.0
@@ -217,6 +225,6 @@ class RequestState:
         """Return whether a request in AWAY waits on. An outage has the policy's seconds for all requests together."""
         return now < self.deadline and (is_up or outage_seconds < policy.seconds)
 
-    def identified(self, version: str, start: int) -> RequestState:
+    def identified(self, version: str, start: int, not_invoked: Failure | None = None) -> RequestState:
         """Note what the first answer says: the adapter's version, and where in the prompt it begins to act."""
-        return replace(self, version=version, start=start)
+        return replace(self, version=version, start=start, not_invoked=not_invoked)

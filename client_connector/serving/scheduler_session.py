@@ -11,7 +11,7 @@ import structlog
 
 from client_connector.directory import AdapterDirectory
 from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
-from client_connector.merged import check_merged, check_version
+from client_connector.merged import check_merged, hold_version
 from client_connector.reconnect import Reconnector, while_away
 from client_connector.remote import RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
@@ -32,7 +32,8 @@ class SchedulerSession:
 
     def __init__(self, settings: Settings, record: MergedRecord | None = None) -> None:
         """Join, and hold what `record` says is merged into the weights. Raises ServerUnavailableError; ConfigError if a
-        name of the base model hides an adapter, or the server serves another version than the merged one."""
+        name of the base model hides an adapter; GeometryMismatchError or UnknownAdapterError if the server has another
+        base model, or not the merged version."""
         self._settings, self.record = settings, record
         self._server = RemoteServer(
             settings.address,
@@ -68,12 +69,10 @@ class SchedulerSession:
 
     def _hold_merged(self) -> None:
         """Hold the merged version in the current session, for as long as that lives."""
-        if self.record is None:
-            return
-        check_merged(self.record, self.current.terms.spec)
-        (held,) = self.current.acquire([self.record.name], time.monotonic() + self._settings.timeout_seconds)
-        check_version(self.record, held)
-        self._merged = self.current, held
+        if self.record is not None and self.merged_in(self.current) is None:
+            check_merged(self.record, self.current.terms)
+            deadline = time.monotonic() + self._settings.timeout_seconds
+            self._merged = self.current, hold_version(self.record, self.current.acquire, deadline)
 
     def merged_in(self, session: RemoteSession) -> Held | None:
         """Return the adapter in the weights, as it is held in a session; None without one, or while it is not held."""
@@ -182,9 +181,9 @@ class SchedulerSession:
         except LeaseError:
             old, self.current = self.current, self._server.join(self._settings.timeout_seconds)
             old.leave()
-            self._hold_merged()
             if self.current.terms.hidden_adapters:  # requests of the base model are served all the same
                 log.error("adapters are hidden", error=self._hidden())
+        self._hold_merged()
         self._suspect = False
 
     def close(self) -> None:

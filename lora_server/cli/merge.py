@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lora_server.merged import MergedRecord
 
 BREAK_EVEN, MIB = 0.5, 1 << 20
+MOST_ERROR = {"base_model": 2.0, "others": 1.4}  # of that of an engine without a merge, beyond which `merge` warns
+NAMES = {"base_model": "the base model", "others": "another adapter"}
 BaseOption = Annotated[Path, typer.Option(help="Directory of the base model, in safetensors.")]
 AdapterOption = Annotated[
     str, typer.Option(help="PEFT directory of the adapter, or with --server its name there (--name: its name).")
@@ -54,7 +56,7 @@ def merge(
     """
 
     def command() -> None:
-        from lora_server import logs, terminal
+        from lora_server import logs
         from lora_server.adapters import validate_adapter
         from lora_server.merge import Merge
         from lora_server.spec import load
@@ -75,15 +77,30 @@ def merge(
             print_json({"out": str(out), **vars(record)})
         else:
             _show(record, out)
-        if hot_share is not None and hot_share < BREAK_EVEN:
-            terminal.say(
-                terminal.open_console(stderr=True),
-                f"--hot-share {hot_share:g}: the server gets {2 * (1 - hot_share):.2f} entries per adapter row, and "
-                "1.00 without a merge; below 0.5 a merge costs more than it saves",
-                "warning",
-            )
+        _warn(record, hot_share)
 
     run(command)
+
+
+def _warn(record: MergedRecord, hot_share: float | None) -> None:
+    """Say on stderr where the merge costs more than it saves, or rounds more than expected."""
+    from lora_server import terminal
+
+    texts = []
+    if hot_share is not None and hot_share < BREAK_EVEN:
+        texts.append(
+            f"--hot-share {hot_share:g}: the server gets {2 * (1 - hot_share):.2f} entries per adapter row, and "
+            "1.00 without a merge; below 0.5 a merge costs more compute than it saves"
+        )
+    for kind, most in () if record.dtype == "F32" else MOST_ERROR.items():
+        error = record.errors[kind]
+        if error["merged"] > most * error["unmerged"]:
+            texts.append(
+                f"rows of {NAMES[kind]} have {error['merged'] / error['unmerged']:.2f} times the rounding error of "
+                f"an engine without a merge, expected at most {most:g} times: the delta is large beside the weights"
+            )
+    for text in texts:
+        terminal.say(terminal.open_console(stderr=True), text, "warning")
 
 
 def _source(adapter: str, name: str, server: str) -> tuple[Path, str, str]:
@@ -126,9 +143,13 @@ def _show(record: MergedRecord, out: Path) -> None:
 
     console = terminal.open_console()
     terminal.say(console, f"{out}: {record.base_model} with {record.name} {record.version[:12]} merged, {record.dtype}")
-    names = {"merged": record.name, "base_model": "base model", "others": "another adapter"}
     rows = [
-        (names[kind], f"{one['unmerged']:.1e}", f"{one['merged']:.1e}", f"{one['merged'] / one['unmerged']:.2f}x")
+        (
+            NAMES.get(kind, record.name),
+            f"{one['unmerged']:.1e}",
+            f"{one['merged']:.1e}",
+            f"{one['merged'] / one['unmerged']:.2f}x",
+        )
         for kind, one in record.errors.items()
     ]
     columns = ("rows of", "error, not merged", "error, merged", "ratio")

@@ -63,12 +63,16 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     for row in reply.loading:
         left = f"{row.expected_us * 1e-6:.1f} s left" if row.HasField("expected_us") else "no estimate yet"
         terminal.say(console, f"{row.name}: {count(row.requests)} requests wait for it, {left}", "loading")
+    for one in reply.draining:
+        holders = f"held by client {', '.join(map(str, one.clients[:MOST_NAMES]))}"
+        now = f"{one.serves[:12]} serves" if one.serves else "it was removed"
+        terminal.say(console, f"{one.name} {one.version[:12]}: {holders}; {now}", "draining")
     for each in reply.slo_classes:
         terminal.say(console, f"{each.slo}; requests that wait for a place: {count(each.queued)}", f"class {each.name}")
     if reply.reason:
         terminal.say(console, reply.reason, "reason")
-    for one in reply.refused:
-        terminal.say(console, f"{one.name}: {one.reason}", "refused")
+    for refused in reply.refused:
+        terminal.say(console, f"{refused.name}: {refused.reason}", "refused")
     if (more := reply.num_refused - len(reply.refused)) > 0:
         terminal.say(console, f"{count(more)} more: see lora-server adapters list", "refused")
     if reply.warned:

@@ -23,7 +23,7 @@ class ServeConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="LORA_SERVER_", extra="forbid", frozen=True)
 
-    base_model: str = Field(description="Model directory (only its config.json is read), or a preset name.")
+    base_model: str = Field(description="Model directory (of its weights only samples are read), or a preset name.")
     adapters: Path | None = Field(None, description="Serve every PEFT adapter that is a sub-directory of this one.")
     require_all_adapters: bool = Field(
         False, description="Not ready while an adapter of --adapters is refused at the start."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
+from lora_server.merge.checkpoint import base_weights
 from lora_server.registry.database import database_of
 from lora_server.registry.versions import Ledger
 from lora_server.slo import NO_CLASSES
@@ -64,7 +66,8 @@ class ControllerProcess:
         self.database = database_of(config)
         self._stack.callback(self.database.close)
         spec = ModelSpec.from_json(config.spec_json)
-        agreement, events = Agreement.of(config, spec), EventLog()
+        agreement = replace(Agreement.of(config, spec), base_weights=base_weights(config.base_model))
+        events = EventLog()
         self.controller = controller = Controller(
             agreement,
             Leases(config.lease_seconds, most_per_token=config.clients_per_token),

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -45,10 +46,11 @@ class InprocServer(Server):
         max_step_rows: int = 256,
         slots: int = 4,
         wire: Wire = "exact",
+        base_weights: str = "",
         make_backend: Callable[[Placement, int, torch.dtype], Backend] = backends.host,
     ) -> None:
         self.placement = Placement(spec, Layout.parse(layout))
-        self.max_step_rows, self.wire = max_step_rows, wire
+        self.max_step_rows, self.wire, self.base_weights = max_step_rows, wire, base_weights
         self.held: dict[str, Held] = {}
         self._clients = itertools.count(1)
         region = RegionLayout.for_model(spec, max_step_rows, slots, wire)
@@ -98,8 +100,8 @@ class _InprocSession(Session):
     def __init__(self, server: InprocServer, client: int) -> None:
         self._server = server
         placement, rows = server.placement, server.max_step_rows
-        adapters = len(server.held)
-        self.terms = Terms(client, 1, placement, "independent", rows, num_adapters=adapters, wire=server.wire)
+        agreed: dict[str, Any] = {"wire": server.wire, "base_weights": server.base_weights}
+        self.terms = Terms(client, 1, placement, "independent", rows, num_adapters=len(server.held), **agreed)
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
             shard.port.hold(client, [held.handle for held in server.held.values()])
@@ -107,10 +109,11 @@ class _InprocSession(Session):
 
     @override
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:
-        unknown = [name for name in names if name not in self._server.held]
+        held = self._server.held | {f"{one.name}@{one.version}": one for one in self._server.held.values()}
+        unknown = [name for name in names if name not in held]
         if unknown:
             raise UnknownAdapterError(f"adapter {unknown[0]!r}: not registered here")
-        return [self._server.held[name] for name in names]
+        return [held[name] for name in names]
 
     @override
     def release(self, handles: Sequence[int]) -> None:

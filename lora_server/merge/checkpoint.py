@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from lora_server.spec import ModelSpec, load
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 _MAX_HEADER = 100 << 20
+_SAMPLES, _SAMPLE_BYTES = 64, 256
 
 
 class Checkpoint:
@@ -37,6 +39,18 @@ class Checkpoint:
         self.weight_files = self._weight_files()
         self.tensors = [one for file, name in enumerate(self.weight_files) for one in _header(directory / name, file)]
 
+    def fingerprint(self) -> str:
+        """Digest names, shapes and samples of tensors: equal for copies of one base model, however they are split into
+        files."""
+        tensors, digest = sorted(self.tensors, key=lambda tensor: tensor.name), hashlib.sha256()
+        for one in tensors:
+            digest.update(f"{one.name} {one.dtype} {one.shape} ".encode())
+        for one in tensors[:: max(1, len(tensors) // _SAMPLES)]:
+            with (self.directory / self.weight_files[one.file]).open("rb", buffering=0) as file:
+                middle = (one.begin + one.end) // 2
+                digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, one.end - middle), middle))
+        return digest.hexdigest()[:16]
+
     def _weight_files(self) -> list[str]:
         if (self.directory / INDEX).is_file():
             names = sorted(set(_read_json(self.directory / INDEX).get("weight_map", {}).values()))
@@ -55,6 +69,14 @@ class Checkpoint:
         for path in sorted(self.directory.iterdir()):
             if path.is_file() and not path.name.startswith(".") and path.suffix not in _NOT_COPIED:
                 yield path
+
+
+def base_weights(directory: str | Path) -> str:
+    """Return the fingerprint of a base model's weights; empty where there are none that deltas can be added to."""
+    try:
+        return Checkpoint(Path(directory)).fingerprint()
+    except (ConfigError, OSError):
+        return ""
 
 
 def _header(path: Path, file: int) -> list[TensorEntry]:

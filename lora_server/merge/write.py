@@ -105,6 +105,7 @@ class Merge:
             version=self._version,
             base_model=spec.name,
             base_fingerprint=spec.fingerprint(),
+            base_weights=self._checkpoint.fingerprint(),
             dtype=", ".join(sorted(dtypes)),
             files=self._sizes,
             errors=errors.result(),

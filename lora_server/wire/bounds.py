@@ -38,6 +38,7 @@ BOUNDS = {  # by message and field
     "UpdateAdapterRequest.uri": URI,
     **dict.fromkeys((f"List{what}Request.page_token" for what in ("Adapters", "Tokens", "Tenants")), Bound(length=256)),
     "JoinRequest.served_names": Bound(items=64),
+    "AcquireRequest.names": Bound(length=265),  # NAME@DIGEST
     "HeartbeatRequest.settled": TICKETS,
     "AwaitRequest.tickets": TICKETS,
     "CancelRequest.tickets": TICKETS,

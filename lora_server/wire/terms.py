@@ -34,6 +34,7 @@ class Terms:
     num_adapters: int = 0  # of the server when this was agreed
     slo_class: str = ""  # that the server gave the client
     wire: Wire = "exact"
+    base_weights: str = ""  # fingerprint of the server's base model; empty: it has no weights
 
     @property
     def spec(self) -> ModelSpec:

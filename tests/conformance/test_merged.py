@@ -105,10 +105,12 @@ def test_weights_of_another_version_base_or_name_are_refused(tmp_path):
 
     def refused(error, match, **changes):
         (out / MERGED).write_text(json.dumps(record | changes))
-        with contextlib.closing(InprocServer(load.spec, load.paths)) as server, pytest.raises(error, match=match):
+        server = InprocServer(load.spec, load.paths, base_weights=record["base_weights"])
+        with contextlib.closing(server), pytest.raises(error, match=match):
             attach(model, server)
 
-    refused(ConfigError, "the weights contain fused 000000, and the server serves", version="000000")
+    refused(UnknownAdapterError, "the weights contain fused 000000000000: adapter", version="0" * 64)
     refused(GeometryMismatchError, "was merged into other", base_fingerprint="0" * 16, base_model="other")
-    refused(UnknownAdapterError, "'law'", name="law")
+    refused(GeometryMismatchError, "has the same sizes and weights", base_weights="0" * 16)
+    refused(UnknownAdapterError, "'law", name="law")
     refused(ConfigError, "expected 3 bytes", files={"model.safetensors": 3})

@@ -2,6 +2,8 @@
 
 import pytest
 
+from lora_server.adapters import validate_adapter
+from lora_server.merge import Merge
 from tests.support.workload import workload
 from tests.vllm.engines import FORKS, Engine, serve
 
@@ -25,6 +27,16 @@ def kind(request):
 @pytest.fixture(scope="module")
 def load(kind):
     return workload(kind, "vllm")
+
+
+@pytest.fixture(scope="module")
+def merged(load, tmp_path_factory):
+    """A model directory whose weights contain `fused`, and a path by which vLLM's front end names that version."""
+    out = tmp_path_factory.mktemp("merged") / "out"
+    adapter, version = validate_adapter(load.paths["fused"], load.spec)
+    with adapter:
+        Merge(load.base, adapter, version, "fused", out).run()
+    return out, f"lora_server:fused@{version}"
 
 
 @pytest.fixture(scope="session")

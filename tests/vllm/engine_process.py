@@ -74,11 +74,11 @@ class Engine:
         )
         return [answer(output) for output in outputs]
 
-    def add(self, request: dict[str, Any]) -> str:
+    def add(self, request: dict[str, Any], path: str) -> str:
         """Queue one request and return its id; `step` works on it."""
         self.added += 1
         name, prompt = f"step-{self.added}", {"prompt_token_ids": request["prompt"]}
-        adapter = lora(request["adapter"], self.numbers)
+        adapter = lora(request["adapter"], self.numbers, path)
         self.llm.llm_engine.add_request(name, prompt, params(request), lora_request=adapter)
         return name
 

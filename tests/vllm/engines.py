@@ -92,9 +92,9 @@ class Engine:
         requests = [{"prompt": s.prompt, "adapter": s.adapter, "new_tokens": new_tokens} for s in batch]
         return self.call("generate", requests=requests, path=path)
 
-    def add(self, prompt: list[int], adapter: str | None, new_tokens: int) -> str:
+    def add(self, prompt: list[int], adapter: str | None, new_tokens: int, path: str = "by-name") -> str:
         """Queue a request; `call("step")` works on it."""
-        return self.call("add", request={"prompt": prompt, "adapter": adapter, "new_tokens": new_tokens})
+        return self.call("add", request={"prompt": prompt, "adapter": adapter, "new_tokens": new_tokens}, path=path)
 
     def answers(self, batch: list[Sequence], new_tokens: int) -> list[EngineAnswer]:
         """As `workload.check` wants them; none may have been flagged."""

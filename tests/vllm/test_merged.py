@@ -1,48 +1,79 @@
-"""A vLLM engine on base weights with a hot adapter in them, against PEFT, and through the end of its server."""
+"""A vLLM engine on base weights with a hot adapter in them, against PEFT, and through the end of its server.
+
+LORA_AWAY_SECONDS=30 has the server stay away for as long as the bar asks for.
+"""
+
+import os
+import time
 
 import pytest
 
 from client_connector.directory import AdapterDirectory
-from lora_server.adapters import validate_adapter
+from client_connector.serving.plan import parse_flag
+from lora_server.demo import tiny
 from lora_server.demo.engine import EngineAnswer, Sequence
-from lora_server.merge import Merge
+from lora_server.demo.launch import RunningServer, launch
 from tests.support import alora
-from tests.support.serving import settled_steps
+from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, flags, kill, settled_steps, status
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import Engine, serve
+from tests.vllm.engines import Engine
 
-IN_ORDER = True  # the last test ends the server
+IN_ORDER = True  # adapters are added, and one is updated; the last tests end the server
 HOT = "fused"
+BLOCK, LONG = 128, 40
+AWAY_SECONDS = float(os.environ.get("LORA_AWAY_SECONDS", "0"))
+
+
+class Servers:
+    """Servers with one registry, one after another."""
+
+    def __init__(self, load, scratch):
+        self.load, self.scratch, self.all = load, scratch, list[RunningServer]()
+
+    def start(self, *more: str) -> RunningServer:
+        own = ("--layout", "ep2-pp2", *ANYWHERE, "--data-dir", str(self.scratch / "merged-data"), *more)
+        self.all.append(launch(self.scratch / f"server-merged-{len(self.all)}.log", *flags(self.load, *own)))
+        self.all[-1].wait_ready()
+        return self.all[-1]
 
 
 @pytest.fixture(scope="module")
-def server(load, kind, scratch):
-    with serve(load, f"{kind}-merged", scratch) as running:
-        yield running
+def servers(load, scratch):
+    made = Servers(load, scratch)
+    yield made
+    for one in made.all:
+        one.stop()
 
 
 @pytest.fixture(scope="module")
-def merged(load, tmp_path_factory):
-    """The directory, and a path by which vLLM's front end names the merged version."""
-    out = tmp_path_factory.mktemp("merged") / "out"
-    adapter, version = validate_adapter(load.paths[HOT], load.spec)
-    with adapter:
-        Merge(load.base, adapter, version, HOT, out).run()
-    return out, f"lora_server:{HOT}@{version}"
+def server(servers):
+    return servers.start()
 
 
 @pytest.fixture(scope="module")
 def engine(merged, server, scratch):
-    with Engine(merged[0], server.address, scratch / "engine-merged.log") as running:
+    patient = {"LORA_SERVER_TIMEOUT_SECONDS": str(2 * HANG_SECONDS + AWAY_SECONDS)}
+    with Engine(merged[0], server.address, scratch / "engine-merged.log", patient) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def long_prompt():
+    return alora.words(21, 2 * BLOCK + 9)
+
+
+def run(engine, prompt, name, path="by-name"):
+    (reply,) = engine.generate([Sequence(prompt, name)], NEW_TOKENS, path)
+    assert reply["stop_reason"] is None, reply["stop_reason"]
+    return reply
 
 
 def test_tokens_of_hot_cold_and_base_rows_equal_peft(load, engine):
     load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
 
 
-def test_rows_before_an_invocation_are_the_base_models(load, server, engine, tmp_path):
-    paths = alora.make(load.model, tmp_path)
+def test_rows_before_an_invocation_are_the_base_models(load, server, engine, tmp_path_factory):
+    paths = alora.make(load.model, tmp_path_factory.mktemp("alora"))
     directory = AdapterDirectory(server.address)
     for name, path in paths.items():
         directory.add(name, str(path))
@@ -50,6 +81,8 @@ def test_rows_before_an_invocation_are_the_base_models(load, server, engine, tmp
     case = alora.case(load.model, paths)
     replies = engine.generate(case.batch, NEW_TOKENS)
     case.check([EngineAnswer(reply["tokens"], reply["logprobs"]) for reply in replies])
+    absent = replies[list(alora.prompts()).index("absent")]
+    assert parse_flag(absent["stop_reason"])[:2] == ("base_model", "not_invoked")
 
 
 def test_what_cannot_be_with_merged_weights_is_refused_at_the_start(merged, server, scratch):
@@ -58,16 +91,75 @@ def test_what_cannot_be_with_merged_weights_is_refused_at_the_start(merged, serv
             Engine(merged[0], server.address, scratch / "refused.log", {variable: value})
 
 
-def test_hot_requests_send_nothing_and_need_no_server(load, server, merged, engine):
-    prompt = load.batch[0].prompt
-    expected = load.answer(load.paths[HOT], prompt)
+def test_hot_requests_send_nothing(load, server, merged, engine):
     before = settled_steps(server.address)
-
-    def hot():
-        return engine.generate([Sequence(prompt, HOT)], NEW_TOKENS, path=merged[1])[0]
-
-    assert hot()["tokens"] == expected.tokens
+    prompt = load.batch[0].prompt
+    assert run(engine, prompt, HOT, merged[1])["tokens"] == load.answer(load.paths[HOT], prompt).tokens
     assert settled_steps(server.address) == before
-    server.stop()
-    assert hot()["tokens"] == expected.tokens
-    assert engine.generate([Sequence(prompt, None)], NEW_TOKENS)[0]["finish_reason"] == "error"
+
+
+def test_kv_blocks_of_the_merged_version_are_its_own(load, merged, engine, long_prompt):
+    for name, path in ((HOT, merged[1]), (None, "by-name"), ("attention", "by-name")):
+        first, again = (run(engine, long_prompt, name, path) for _ in range(2))
+        assert (first["cached"], again["cached"]) == (0, 2 * BLOCK), name
+        assert first["tokens"] == again["tokens"] == load.answer(load.paths.get(name), long_prompt).tokens, name
+
+
+def test_an_update_makes_the_merged_version_a_cold_one_which_is_held(
+    load, server, merged, engine, long_prompt, tmp_path_factory
+):
+    """The front end names each request's version: earlier requests end with the one in the weights."""
+    new = tmp_path_factory.mktemp("new")
+    tiny.make_adapter(load.model, new, seed=77, lora_rank=3, targets="all")
+    version = ask(server.address, "Update", name=HOT, uri=str(new), wait_seconds=HANG_SECONDS).version
+    updated = run(engine, long_prompt, HOT, f"lora_server:{HOT}@{version}")
+    assert (updated["cached"], updated["tokens"]) == (0, load.answer(new, long_prompt).tokens)
+    for name, path in ((HOT, merged[1]), (None, "by-name"), ("attention", "by-name")):
+        expected = load.answer(load.paths.get(name), load.batch[0].prompt)
+        assert run(engine, load.batch[0].prompt, name, path)["tokens"] == expected.tokens, name
+    check_draining(server.address, merged, version)
+
+
+def check_draining(address, merged, serves):
+    """One client, the engine's scheduler, holds the version in the weights, and its name means another."""
+    (draining,) = status(address).draining
+    assert (draining.name, f"lora_server:{HOT}@{draining.version}") == (HOT, merged[1])
+    assert (len(draining.clients), draining.serves) == (1, serves)
+
+
+def test_hot_requests_do_not_notice_that_the_server_is_away(load, servers, server, merged, engine):
+    """Each step gives a hot request a token, while one of the base model waits. That one is served by a server that
+    comes back, where the name means another version by then."""
+    prompt, (was,) = load.batch[0].prompt, status(server.address).draining
+    base, hot = engine.add(prompt, None, LONG), engine.add(prompt, HOT, LONG, merged[1])
+    engine.call("step", count=4)
+    kill(server)
+    gone = time.monotonic()
+    while True:
+        made = []
+        while not made or len(made[-1]["tokens"]) < LONG:
+            seen = engine.call("step", count=1)
+            assert base not in seen or seen[base]["finish_reason"] is None
+            made.append(seen[hot])
+        assert [len(one["tokens"]) for one in made] == list(range(len(made[0]["tokens"]), LONG + 1))
+        assert made[-1]["tokens"] == load.answer(load.paths[HOT], prompt, LONG).tokens
+        assert (made[-1]["finish_reason"], made[-1]["stop_reason"]) == ("length", None)
+        if time.monotonic() >= gone + AWAY_SECONDS:
+            break
+        hot = engine.add(prompt, HOT, LONG, merged[1])
+    servers.start("--listen", server.address)
+    served = engine.call("step", count=0)[base]
+    assert (served["tokens"], served["stop_reason"]) == (load.answer(None, prompt, LONG).tokens, None)
+    check_draining(server.address, merged, was.serves)
+
+
+def test_other_requests_end_with_an_error_where_the_server_stays_away(load, servers, server, merged, scratch):
+    """Also those of an activated LoRA that was not invoked, which are the base model's."""
+    with Engine(merged[0], server.address, scratch / "impatient.log", {"LORA_SERVER_TIMEOUT_SECONDS": "10"}) as engine:
+        requests = [engine.add(load.batch[0].prompt, name, LONG) for name in (None, "check")]
+        engine.call("step", count=4)
+        kill(servers.all[-1])
+        ended = engine.call("step", count=0)
+    for request in requests:
+        assert ended[request]["finish_reason"] == "error"
+        assert parse_flag(ended[request]["stop_reason"])[:2] == ("error", "shard_unavailable")

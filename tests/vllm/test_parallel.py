@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from tests.support.serving import status, until
+from lora_server.demo.engine import Sequence
+from tests.support.serving import settled_steps, status, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import Engine
 
@@ -48,6 +49,17 @@ def test_expert_parallel(load, server, scratch):
     """Attention by columns, experts whole."""
     with Engine(load.base, server.address, scratch / "engine-ep.log", **TP2, enable_expert_parallel=True) as engine:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+
+
+@pytest.mark.parametrize("more", [{}, {"enable_expert_parallel": True}], ids=["tensor", "expert"])
+def test_merged_weights(load, server, merged, scratch, more):
+    """Each rank gets minus the merged adapter's delta for its columns and its experts."""
+    with Engine(merged[0], server.address, scratch / "engine-merged-tp2.log", **TP2, **more) as engine:
+        load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+        before = settled_steps(server.address)
+        (reply,) = engine.generate([Sequence(load.batch[0].prompt, "fused")], NEW_TOKENS, merged[1])
+        assert reply["tokens"] == load.answer(load.paths["fused"], load.batch[0].prompt).tokens
+        assert settled_steps(server.address) == before
 
 
 def test_what_is_not_supported_is_refused_at_start(load, server, scratch):

@@ -232,9 +232,9 @@ def _end(scheduler: Any, failures: Sequence[tuple[str, Failure]]) -> list[tuple[
 
 def _flag(scheduler: Any, output: Any, state: RequestState | None) -> None:
     """Say in the last output of a request that the base model answered it."""
-    if state is None or state.failure is None or not state.falls_back or output.finish_reason is None:
+    failure = None if state is None else state.base_model_reason
+    if failure is None or output.finish_reason is None:
         return
-    failure = state.failure
     scheduler.lora_server_flagged(
         failure.code, "answered by the base model", request=output.request_id, error=failure.message
     )

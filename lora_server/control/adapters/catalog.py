@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from lora_server.control.adapters.catalog_ledger import CatalogLedger
-from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.records import Record, split_version
 from lora_server.control.adapters.refusals import REMOVED, RefusedAdapters
 from lora_server.control.members.leases import Leases
 from lora_server.control.start import StartState
@@ -51,6 +51,20 @@ class AdapterCatalog:
         if refusal.code == REMOVED:
             raise UnknownAdapterError(f"adapter {name!r}: was removed; {refusal.reason}")
         raise UnknownAdapterError(f"adapter {name!r}: refused: {refusal.reason}")
+
+    def named(self, name: str) -> Record:
+        """Return a listed adapter, or by NAME@DIGEST any version that exists. Raises UnknownAdapterError."""
+        own, version = split_version(name)
+        if not version:
+            return self.get(name)
+        listed = self.get(own)
+        for record in (listed, *self.records()):
+            if (record.name, record.version) == (own, version):
+                return record
+        raise UnknownAdapterError(
+            f"adapter {own!r}: version {version[:12]} is not known here, and {listed.version[:12]} serves; "
+            f"lora-server adapters update {own} SOURCE brings it back"
+        )
 
     def find(self, name: str) -> Record | None:
         """Return the listed adapter of that name, if there is one."""

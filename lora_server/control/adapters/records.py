@@ -18,6 +18,7 @@ from lora_server.spec import PROJECTIONS, Invocation, Site
 FIRST_HANDLE = (1 << 16) + 1  # a shard's kernel takes one as 16 bits of index, and a generation from 1 on
 # names stand in URLs, logs and metrics: nothing that only looks like another, and no steps of a path
 _NAME = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_][A-Za-z0-9._@:+-]*(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._@:+-]+)*", re.DOTALL)
+_VERSION = re.compile(r"(.+)@([0-9a-f]{64})", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,12 @@ def check_name(name: str) -> str:
             "starting with a letter, digit or _, and no part between slashes that is empty, . or .."
         )
     return name
+
+
+def split_version(name: str) -> tuple[str, str]:
+    """Split NAME@DIGEST, by which a client names one version of an adapter; the digest is empty without one."""
+    found = _VERSION.fullmatch(name)
+    return (found[1], found[2]) if found else (name, "")
 
 
 def draft(name: str, adapter: Adapter, version: str, uri: str, path: str, stamp: str) -> Record:

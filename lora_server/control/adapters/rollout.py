@@ -7,7 +7,7 @@ name means it. So a controller that is killed in between left the old meaning or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -19,7 +19,7 @@ from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.changes import CatalogChanges, warn
 from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.files import AdapterFiles
-from lora_server.control.adapters.records import Record, check_name, described, record_of
+from lora_server.control.adapters.records import Record, check_name, described, record_of, split_version
 from lora_server.control.adapters.refusals import REMOVED, RefusedAdapter
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.members.shards import PendingCommand, wait_all
@@ -171,6 +171,36 @@ class AdapterRollout:
             )
         with self._failures.of(served):
             return self._bring_in(served, record_of(found), deadline, drain_seconds, check)
+
+    @contextlib.contextmanager
+    def reviving(self, names: Iterable[str]) -> Iterator[None]:
+        """Load the earlier versions among these (NAME@DIGEST) that no shard has any more. After the block each stays as
+        long as a client holds it. Raises ServerUnavailableError."""
+        came = [record.handle for name in names if (record := self._revived(name)) is not None]
+        try:
+            yield
+        finally:
+            for handle in came:
+                self._catalog.abandon(handle)
+            if came:
+                self._admission.collect()
+
+    def _revived(self, name: str) -> Record | None:
+        own, version = split_version(name)
+        if not version:
+            return None
+        with self._changes.lock:
+            served, existing = self._catalog.find(own), self._catalog.records()
+            if served is None or any((one.name, one.version) == (own, version) for one in existing):
+                return None
+            kept = self._catalog.ledger.versions(served)
+            found = next((record_of(one) for one in kept if one.version == version), None)
+            if found is None:
+                return None
+            record = self._changes.numbered(self._files.localized(found))
+            self._changes.load_beside(record)
+        log.info("earlier version loaded", **described(record), serves=served.version[:12])
+        return record
 
     def _updatable(self, name: str) -> Record:
         self._catalog.start.require_settled()

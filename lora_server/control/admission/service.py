@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import structlog
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
-from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.records import Record, split_version
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.classes import AdmissionClasses
 from lora_server.control.admission.holds import ClientHolds
@@ -128,7 +129,7 @@ class AdmissionService:
             return AdmissionAnswer(records, queued=answer)
 
     def _resolve(self, names: Sequence[str]) -> list[int]:
-        records = [self._catalog.get(name) for name in names]
+        records = [self._catalog.named(name) for name in names]
         for record in records:
             if error := self._sync.residency.error(record.handle):
                 raise AdapterLoadError(f"adapter {record.name!r}: {error}")
@@ -236,17 +237,17 @@ class AdmissionService:
                 self.collect()
 
     def collect(self) -> None:
-        """Drop what drains and no client holds any more, and admit what fits now. To be called after a change of the
-        catalog."""
+        """Drop what drains and no client holds or awaits any more, and admit what fits now. To be called after a
+        change of the catalog."""
         with self._changed:
             pinned, draining = self._catalog.marks()
             if pinned != self.queue.capacity.pinned:
                 self.queue.capacity.set_pinned(pinned)
                 self.queue.admit()
             self._changed.notify_all()
-            unknown = self.holds.any_unknown()
+            unknown, awaited = self.holds.any_unknown(), self._awaited() if draining else ()
             for handle in draining:
-                held = unknown or self.holds.by_client(handle)
+                held = unknown or self.holds.by_client(handle) or handle in awaited
                 if not held or self._cut_off.get(handle, math.inf) <= self._clock.now():
                     self._cut_off.pop(handle, None)
                     self.queue.updates.flush(now=True)  # no shard drops what it is told of afterwards
@@ -254,6 +255,15 @@ class AdmissionService:
                     self.queue.capacity.forget(handle)
                     self._sync.drop(handle)
                     self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
+
+    def _awaited(self) -> set[int]:
+        """Return the versions that tickets wait for by NAME@DIGEST."""
+        names = {one for names in self.queue.tickets.waiting.names() for one in names if split_version(one)[1]}
+        awaited = set()
+        for name in names:
+            with contextlib.suppress(UnknownAdapterError):  # the ticket's answer
+                awaited.add(self._catalog.named(name).handle)
+        return awaited
 
 
 def _records(catalog: AdapterCatalog, handles: Iterable[int]) -> list[Record]:

@@ -25,6 +25,7 @@ class Agreement:
     wire: Wire = "exact"
     nvshmem_clients: int = 0
     slots: int = 4
+    base_weights: str = ""  # fingerprint; empty where node 0 has none: no other node needs any
     generation: int = 1  # of the placement: the server's own count, which no node chooses
 
     @property

@@ -15,6 +15,7 @@ from lora_server.wire import lora_server_pb2 as pb
 MOST_REFUSED = 100  # the list of adapters has all of them
 MOST_LOADING = 100
 MOST_JOINED, MOST_HELD = 1000, 100  # clients, and names of each
+MOST_DRAINING = 100  # versions, and clients of each
 
 
 def status(controller: Controller) -> pb.StatusReply:
@@ -41,6 +42,7 @@ def status(controller: Controller) -> pb.StatusReply:
         shards=_shards(controller),
         joined=_joined(controller),
         slo_classes=_slo_classes(adapters.admission),
+        draining=_draining(controller),
     )
 
 
@@ -54,6 +56,19 @@ def _loading(controller: Controller) -> list[pb.LoadingStatus]:
             row = pb.LoadingStatus(name=name, requests=requests[handle])
             if left[handle] < math.inf:
                 row.expected_us = int(left[handle] * 1e6)
+            rows.append(row)
+    return rows
+
+
+def _draining(controller: Controller) -> list[pb.DrainingStatus]:
+    catalog, holds = controller.adapters.catalog, controller.adapters.admission.holds
+    rows: list[pb.DrainingStatus] = []
+    for handle in catalog.marks()[1]:
+        record, clients = catalog.by_handle(handle), sorted(holds.by_client(handle))
+        if record is not None and clients and len(rows) < MOST_DRAINING:
+            serves = catalog.find(record.name)
+            row = pb.DrainingStatus(name=record.name, version=record.version, clients=clients[:MOST_DRAINING])
+            row.serves = "" if serves is None else serves.version
             rows.append(row)
     return rows
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from lora_server.access.identity import Identity
-from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.records import Record, split_version
 from lora_server.control.clients import AdapterRequests
 from lora_server.control.reports.listing import invocation
 from lora_server.control.rpc.calls import Refusals, cut, expected, observed
@@ -24,18 +24,20 @@ class HoldCalls:
         self._requests, self._scopes, self._refusals = requests, scopes, refusals
 
     def acquire(self, request: pb.AcquireRequest, proof: Proof, who: Identity) -> pb.AcquireReply:
-        """Hold adapters, or queue for them."""
+        """Hold adapters, or queue for them. NAME@DIGEST names one version, whatever the name means by now."""
         scope = self._scopes.of(who, request.on_behalf_of)
         full = [scope.find(name) for name in request.names]
+        own, asked = ([split_version(name)[0] for name in names] for names in (full, request.names))
         is_new = self._requests.is_new(proof, request.ticket)
-        check = scope.check_acquire(full) if is_new else None  # a ticket that is asked for again counts once
-        with scope.asking(request.names, full):
-            scope.bring(full)
+        check = scope.check_acquire(own) if is_new else None  # a ticket that is asked for again counts once
+        with scope.asking(asked, own):
+            scope.bring(own)
             tenant, pace = scope.tenant, request.pace_us * 1e-6 if request.HasField("pace_us") else None
             whose = tenant.name, tenant.weight, check, pace, tenant.slo_class
-            answer = self._requests.acquire(proof, full, request.ticket, *whose)
-        asked = dict(zip(full, request.names, strict=True))
-        held = [_held(record, asked.get(record.name, record.name)) for record in answer.records]
+            with scope.reviving(full):
+                answer = self._requests.acquire(proof, full, request.ticket, *whose)
+        shown = dict(zip(own, asked, strict=True))
+        held = [_held(record, shown.get(record.name, record.name)) for record in answer.records]
         reply = pb.AcquireReply(adapters=held, loading=answer.loading is not None)
         if answer.queued is not None:
             reply.position, reply.reason = answer.queued

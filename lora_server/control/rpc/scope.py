@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from lora_server.access import limits
@@ -12,7 +12,7 @@ from lora_server.access.identity import Identity
 from lora_server.access.store import Tenant
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.catalog import name_of
-from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.records import Record, split_version
 from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.rollout import CheckReplaced
 from lora_server.control.admission.service import CheckInUse
@@ -135,10 +135,11 @@ class Scope:
         UnknownAdapterError if the caller could not see it."""
         if self.who.sees_all:
             return name
-        meant = self._names.meant(self.who.tenant, name)
+        own, _ = split_version(name)
+        meant = self._names.meant(self.who.tenant, own)
         if not meant:
-            raise self._unknown(name)
-        return next(iter(self._adapters.listings.known(meant)), meant[0])
+            raise self._unknown(own)
+        return next(iter(self._adapters.listings.known(meant)), meant[0]) + name[len(own) :]
 
     def bring(self, full: Iterable[str]) -> None:
         """Start adding the names that are not registered, if the server has --resolve. Raises ServerBusyError while
@@ -146,6 +147,10 @@ class Scope:
         if (resolver := self._scopes.resolver) is not None:
             for name in self._adapters.listings.missing(full):
                 resolver.ask(name, partial(self._scopes.bring, self.who))
+
+    def reviving(self, full: Iterable[str]) -> AbstractContextManager[None]:
+        """See AdapterRollout.reviving."""
+        return self._adapters.rollout.reviving(full)
 
     @contextmanager
     def asking(self, names: Sequence[str], full: Sequence[str]) -> Iterator[None]:

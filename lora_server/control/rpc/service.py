@@ -150,6 +150,7 @@ class ClientsService:
             place=lease.place,
             slo_class=lease.slo_class,
             generation=agreement.generation,
+            base_weights=agreement.base_weights,
         )
 
     def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:

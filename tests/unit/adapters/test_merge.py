@@ -11,6 +11,7 @@ from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError
 from lora_server.merge import Merge
+from lora_server.merge.checkpoint import base_weights
 from lora_server.merged import MERGED, find_merged
 from lora_server.spec import load
 
@@ -74,6 +75,16 @@ def test_bfloat16_costs_other_rows_one_rounding(kind, tmp_path):
     ratio = {name: one["merged"] / one["unmerged"] for name, one in errors.items()}
     assert 1.0 < ratio["others"] <= 1.4 and 1.0 < ratio["base_model"] <= 2.0 and ratio["merged"] <= 1.1
     assert header(out / "model.safetensors") == header(base / "model.safetensors")
+
+
+def test_the_fingerprint_of_base_weights_is_that_of_their_content(tmp_path):
+    model, base, law, out = made(tmp_path, "llama", targets="qv")
+    model.save_pretrained(tmp_path / "split", max_shard_size="200KB")
+    assert merge(base, law, out).base_weights == base_weights(base) == base_weights(tmp_path / "split") != ""
+    tiny.save_model(tiny.make_model("llama", seed=1), tmp_path / "other")
+    assert base_weights(tmp_path / "other") not in ("", base_weights(base))
+    (tmp_path / "split/model.safetensors.index.json").unlink()
+    assert base_weights(tmp_path / "split") == base_weights("mixtral-8x7b") == base_weights(out) == ""
 
 
 def test_an_interrupted_merge_continues_and_leaves_no_output_before(tmp_path):

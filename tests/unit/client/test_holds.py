@@ -78,8 +78,8 @@ def test_each_request_of_a_call_has_an_answer_of_its_own(server, busy):
     session, answers = server.session, {}
     for name in ("code", "art", "nothing"):
         answers[name] = session.ask_soon(session.ticket(), [name])
-    with pytest.raises(ConfigError, match=r"AcquireRequest\.names: got 201 characters"):
-        session.ask_soon(session.ticket(), ["x" * 201])
+    with pytest.raises(ConfigError, match=r"AcquireRequest\.names: got 266 characters"):
+        session.ask_soon(session.ticket(), ["x" * 266])
     busy.set()
     assert [one.name for one in answers["code"].result(HANG_SECONDS)] == ["code"]
     queued = answers["art"].result(HANG_SECONDS)
