@@ -181,7 +181,7 @@ def row(kind: str, seed: int, days: int, work: Path) -> str:
     assert plan is not None and over_time is not None
     slots, verdict = fewest(plan)
     step_s = plan.mean_step_us * 1e-6
-    factor = float(own[2].sum()) * step_s / (SPAN_S * LOAD)
+    factor = float(own[2].sum()) * step_s / (float(own[0][-1] - own[0][0]) * LOAD)
     how = {"slots": slots, "step_s": step_s, "load_s": plan.load_us * 1e-6}
 
     def figure(day: tuple[Floats, Ints, Ints]) -> float:

@@ -6,9 +6,10 @@ The load of a window is a daily curve times a factor. The curve has two harmonic
 shorter than two days), and is flat where they explain less than 70 % of what varies. A day is made of blocks of
 consecutive windows, drawn with their calls from where the curve is about as high, for each group of adapters that move
 together (`together`) by themselves: which adapters are called together, and how calls cluster within a block, stays as
-it was, and tenants are busy together or not by chance. The load of a block is drawn by a smoothed bootstrap (its kernel
-is log-normal), so that peaks are higher or lower than any that was seen: calls are left out, or others of the block
-are added.
+it was, and tenants are busy together or not by chance. The load of all in a block, and in a window of it, is drawn by a
+smoothed bootstrap (its kernel is log-normal), so that peaks are higher or lower than any that was seen: calls are left
+out, or others of the block are added. It has one factor for all groups: factors of their own would let a peak be that
+of a few tenants, whose adapters need fewer slots. The load of the day is as uncertain as the trace's own mean.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _ALIKE = 1.5  # factor between the curve where a block is drawn from and where i
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DayProcess:
-    """What is fitted: blocks of each group of adapters, under one curve."""
+    """What is fitted: blocks of each group of adapters, under one curve, and how the load of all is spread about it."""
 
     trace: Requests
     groups: tuple[BlockDraws, ...]
+    spreads: tuple[float, float, float]
 
     @classmethod
     def of(cls, trace: Requests) -> DayProcess:
@@ -53,12 +55,18 @@ class DayProcess:
         return cls(
             trace=trace,
             groups=tuple(BlockDraws.of(trace, calls, curve_W, width_s=width_s, per_day=per_day) for calls in apart),
+            spreads=_spreads(load_W / curve_W, _block(per_day), trace.output_tokens),
         )
 
     def day(self, seed: int) -> Requests:
         """Draw a day; the same seed gives the same."""
-        rng = np.random.default_rng(seed)
-        calls, arrival_s = (np.concatenate(both) for both in zip(*(one.day(rng) for one in self.groups), strict=True))
+        rng, per_day = np.random.default_rng(seed), self.groups[0].per_day
+        of_day, of_block, of_window = self.spreads
+        blocks = _factors(rng, of_block, -(-per_day // _block(per_day)))
+        factor_W = _factors(rng, of_day, 1) * np.repeat(blocks, _block(per_day))[:per_day]
+        factor_W *= _factors(rng, of_window, per_day)
+        drawn = (one.day(rng, factor_W) for one in self.groups)
+        calls, arrival_s = (np.concatenate(both) for both in zip(*drawn, strict=True))
         order = np.argsort(arrival_s, kind="stable")
         return replace(self.trace.part(calls[order]), arrival_s=arrival_s[order], at_peak=None)
 
@@ -67,7 +75,7 @@ class DayProcess:
 class BlockDraws:
     """Calls that are drawn together. `calls` index the trace, `edges_W1` the first of each window, and the end.
 
-    `since_s` is the time of each call in its window, and `kernel` the spread of a block's load.
+    `since_s` is the time of each call in its window.
     """
 
     calls: Ints
@@ -76,16 +84,12 @@ class BlockDraws:
     curve_W: Floats
     width_s: float
     per_day: int
-    block: int
-    kernel: float
 
     @classmethod
     def of(cls, trace: Requests, calls: Ints, curve_W: Floats, *, width_s: float, per_day: int) -> BlockDraws:
         """Fit the draws of these calls under a curve."""
         at_s = trace.arrival_s[calls] - trace.arrival_s[0]
         window = np.minimum((at_s / width_s).astype(np.int64), curve_W.size - 1)
-        block, tokens = max(round(per_day / _BLOCKS), 1), trace.output_tokens[calls]
-        load_W = np.bincount(window, tokens, curve_W.size) / curve_W
         return cls(
             calls=calls,
             since_s=at_s - window * width_s,
@@ -93,18 +97,15 @@ class BlockDraws:
             curve_W=curve_W,
             width_s=width_s,
             per_day=per_day,
-            block=block,
-            kernel=_kernel(load_W, block, tokens),
         )
 
-    def day(self, rng: np.random.Generator) -> tuple[Ints, Floats]:
-        """Draw a day: calls of the trace, and when they arrive."""
-        drawn, arrivals_s = list[Ints](), list[Floats]()
-        for first in range(0, self.per_day, self.block):
+    def day(self, rng: np.random.Generator, factor_W: Floats) -> tuple[Ints, Floats]:
+        """Draw a day: calls of the trace, `factor_W` as many in its windows, and when they arrive."""
+        drawn, arrivals_s, block = list[Ints](), list[Floats](), _block(self.per_day)
+        for first in range(0, self.per_day, block):
             source = self._source(rng, first)
-            factor = float(np.exp(self.kernel * rng.normal() - self.kernel**2 / 2))
-            for at in range(min(self.block, self.per_day - first)):
-                times = factor * self.curve_W[first + at] / self.curve_W[source + at]
+            for at in range(min(block, self.per_day - first)):
+                times = factor_W[first + at] * self.curve_W[first + at] / self.curve_W[source + at]
                 which, since_s = self._window(rng, source, source + at, times)
                 drawn.append(self.calls[which])
                 arrivals_s.append(since_s + (first + at) * self.width_s)
@@ -112,7 +113,8 @@ class BlockDraws:
 
     def _source(self, rng: np.random.Generator, first: int) -> int:
         """Draw the first window of a block that may stand at `first`."""
-        middle, starts = self.block // 2, np.arange(self.curve_W.size - self.block + 1)
+        block = _block(self.per_day)
+        middle, starts = block // 2, np.arange(self.curve_W.size - block + 1)
         here = self.curve_W[min(first + middle, self.per_day - 1)]
         far = np.abs(np.log(self.curve_W[starts + middle] / here))
         return int(rng.choice(starts[far <= max(np.log(_ALIKE), float(far.min()))]))
@@ -125,7 +127,7 @@ class BlockDraws:
             kept = rng.random(own.size) < times
             return own[kept], since_s[kept]
         more = int(rng.poisson((times - 1) * own.size))
-        others = rng.integers(self.edges_W1[first], self.edges_W1[first + self.block], more)
+        others = rng.integers(self.edges_W1[first], self.edges_W1[first + _block(self.per_day)], more)
         return np.concatenate([own, others]), np.concatenate([since_s, rng.choice(since_s, more)])
 
 
@@ -144,12 +146,24 @@ def _curve(load_W: Floats, per_day: int) -> Floats:
     return np.asarray(curve_W / curve_W.mean())
 
 
-def _kernel(factor_W: Floats, block: int, tokens: Ints) -> float:
-    """Compute the width of the kernel by Silverman's rule, of what varies between blocks beyond chance."""
+def _block(per_day: int) -> int:
+    return max(round(per_day / _BLOCKS), 1)
+
+
+def _factors(rng: np.random.Generator, spread: float, num: int) -> Floats:
+    return np.exp(spread * rng.normal(size=num) - spread**2 / 2)
+
+
+def _spreads(factor_W: Floats, block: int, tokens: Ints) -> tuple[float, float, float]:
+    """Compute the spread of the mean, and kernels by Silverman's rule: of blocks beyond chance, of windows in them."""
     blocks = factor_W.size // block
-    if blocks < 2 or not factor_W[: blocks * block].any():
-        return 0.0
-    factor_B = factor_W[: blocks * block].reshape(blocks, block).mean(axis=1)
+    kept_BW = factor_W[: blocks * block].reshape(blocks, block)
+    if blocks < 2 or not kept_BW.any():
+        return 0.0, 0.0, 0.0
+    factor_B = kept_BW.mean(axis=1) / kept_BW.mean()
     chance = (1 + (tokens.std() / tokens.mean()) ** 2) * blocks / tokens.size
-    spread = float(np.log1p(max(factor_B.var(ddof=1) / factor_B.mean() ** 2 - chance, 0.0))) ** 0.5
-    return float(spread * (4 / 3 / blocks) ** 0.2)
+    varies = float(factor_B.var(ddof=1))
+    of_block = np.sqrt(np.log1p(max(varies - chance, 0.0))) * (4 / 3 / blocks) ** 0.2
+    within = float((kept_BW / kept_BW.mean() - factor_B[:, None]).var()) * block / max(block - 1, 1)
+    of_window = np.sqrt(np.log1p(within)) * (4 / 3 / kept_BW.size) ** 0.2
+    return float(np.sqrt(varies / blocks)), float(of_block), float(of_window)
