@@ -23,7 +23,7 @@ from provisioning.workload.requests import Requests
 from provisioning.workload.together import groups
 
 _WINDOWS, _BLOCKS = 96, 16  # of a day
-_FEWEST = 20  # calls of a window, on average
+_FEWEST = 20  # calls of a window, on average, and of a day
 _DAY_S = 86_400.0
 _EXPLAINED, _FEWEST_FOR_CURVE = 0.7, 12  # windows
 _ALIKE = 1.5  # factor between the curve where a block is drawn from and where it is put
@@ -67,6 +67,8 @@ class DayProcess:
         factor_W *= _factors(rng, of_window, per_day)
         drawn = (one.day(rng, factor_W) for one in self.groups)
         calls, arrival_s = (np.concatenate(both) for both in zip(*drawn, strict=True))
+        if calls.size < _FEWEST:  # blocks of a short trace may be empty
+            return replace(self.trace, at_peak=None)
         order = np.argsort(arrival_s, kind="stable")
         return replace(self.trace.part(calls[order]), arrival_s=arrival_s[order], at_peak=None)
 
