@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.9 -c constraints.txt -e '.[dev]'
@@ -20,7 +20,7 @@ help:
 	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
 		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
 		'make test         what a change can break; test-fast: under 90 s, test-all: every test, test-vllm: with vLLM' \
-		'make lint docs    what CI checks besides' \
+		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
 		"make paper        the paper's figures and tables, simulated: docs/paper.md" \
@@ -96,6 +96,10 @@ $(VENV_DOCS)/ready: constraints-docs.txt
 # into site/; no --quiet, which would let warnings pass: a link, an anchor or a picture that is not there fails it
 docs: $(VENV_DOCS)/ready
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict
+
+# the pictures of the page, of status and of a report in docs/img, anew
+screenshots: $(VENV)/ready browser
+	$(BIN)/python -m docs.screenshots
 
 bench: $(VENV)/ready
 	$(BIN)/python -m bench.transport

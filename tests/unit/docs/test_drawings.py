@@ -35,8 +35,8 @@ for (const drawing of document.querySelectorAll("svg")) {
     const begins = boxes[i].left > area.left && boxes[i].left < area.right && y > area.top && y < area.bottom;
     return begins && boxes[i].right > area.right;
   }));
-  const over = texts.filter((_, i) => boxes.some((box, j) => j < i && box.left < boxes[i].right
-    && boxes[i].left < box.right && box.top + 2 < boxes[i].bottom && boxes[i].top + 2 < box.bottom));
+  const over = texts.filter((_, i) => boxes.some((box, j) => j < i && box.left + 2 < boxes[i].right
+    && boxes[i].left + 2 < box.right && box.top + 2 < boxes[i].bottom && boxes[i].top + 2 < box.bottom));
   const grounds = [getComputedStyle(document.body).backgroundColor, ...parts.map((one) => getComputedStyle(one).fill)];
   const faint = texts.filter((text) => grounds.some((one) => contrast(getComputedStyle(text).fill, one) < 4.5));
   const said = (list) => list.map((text) => text.textContent);
