@@ -9,7 +9,7 @@ import typer
 
 
 def glossary(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
-    """The words of a plan: IAR, M*, Eq. 5, visible load and others."""
+    """The words of a plan: immediate admission, M*, Eq. 5, visible load and others."""
     from provisioning.report import screen
     from provisioning.report.glossary import TERMS
 

@@ -54,5 +54,5 @@ def _print(found: dict[str, Any]) -> None:
         estimate = Estimate(mean=value["mean"], low=value["interval"][0], high=value["interval"][1])
         table.add_row(_LABELS[name], words.times(estimate) if name.endswith("_s") else words.rate(estimate))
     for name, rate in found["model_iar"].items():
-        table.add_row(f"IAR, model {name}", f"{rate:.4f}")
+        table.add_row(f"immediate admission, model {name}", f"{rate:.4f}")
     on.print(table)

@@ -137,7 +137,7 @@ def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     yield f"instances {doubled}, the load spread over them", replace(scenario, instances=doubled)
     target = round(2 * scenario.iar_target - 1, 12)
     if 0 < target < 1:
-        yield f"IAR target {target:g}", replace(scenario, iar_target=target)
+        yield f"immediate admission target {target:g}", replace(scenario, iar_target=target)
     gpu = replace(cluster.gpu, memory_bytes=2 * cluster.gpu.memory_bytes)
     model = replace(scenario.model, cluster=replace(cluster, gpu=gpu))
     yield "memory per GPU x2", replace(scenario, model=model)

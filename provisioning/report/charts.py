@@ -87,14 +87,14 @@ def latency_stack(axes: Any, result: Result) -> None:
 
 
 def coupled_bars(axes: Any, result: Result) -> None:
-    """Plot the immediate rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
+    """Plot the immediate admission rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
     names, series = (
-        ["admitted at once,\nmodel"],
+        ["immediate admission,\nmodel"],
         [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]],
     )
     if verdict is not None and coupled.verdict is not None:
-        names += ["admitted at once,\nsimulated", "adapters within SLO"]
+        names += ["immediate admission,\nsimulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):
             values += [seen.immediate.mean, seen.adapters_within_slo.mean]
     places = np.arange(len(names))
@@ -145,7 +145,7 @@ def charts(result: Result) -> tuple[tuple[str, Draw], ...]:
 
 
 CHARTS: tuple[tuple[str, Draw], ...] = (
-    ("Immediate admission rate (IAR) over cache slots", iar_over_slots),
+    ("Immediate admission rate over cache slots", iar_over_slots),
     ("Cache slots (M) and GPUs that suffice", region),
     ("Latency per layout", latency_stack),
     ("Coupled and disaggregated on the same GPUs", coupled_bars),

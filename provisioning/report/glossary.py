@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-POINTER = (
-    "IAR is the immediate admission rate. What M*, Eq. 5, visible load and the other words mean: `provision glossary`."
-)
+POINTER = "What immediate admission, M*, Eq. 5, visible load and the other words mean: `provision glossary`."
 
 TERMS = {
     "adapter slots, M": "What a cache holds at once: the LoRA Server's, which all instances share, or an instance's.",
@@ -17,10 +15,10 @@ TERMS = {
     "epX-ppY": "The server's layout: experts over X GPUs, layers over Y stages.",
     "headroom": "By how much the load may grow before the plan fails, by the model.",
     "hot-merged": "The hottest adapters are merged into the weights of instances that serve nothing else.",
+    "immediate admission": "The share of requests whose adapter has a slot, or gets one, when they come (IAR; --iar).",
     "merged base": "The hottest adapter is in the base weights of every instance; the LoRA Server has the others.",
-    "IAR": "Immediate admission rate: the share of requests whose adapter has a slot, or gets one, when they come.",
     "LB": "Requests in flight in all: L instances of B each; with a rate, by Little's law.",
-    "M*": "The fewest slots whose IAR reaches the target, by the model `offered`.",
+    "M*": "The fewest slots whose immediate admission reaches the target, by the model `offered`.",
     "peak": "The fullest window of a trace, which the plan is sized for.",
     "prefill": "Computing the prompt. Shared: by the instances that decode, so it is in TPOT, Eq. 5 and Eq. 6; apart: "
     "by others. In neither case is a request's own in its TTFT.",

@@ -43,7 +43,7 @@ def html(result: Result) -> str:
     priced = list(costs(result))
     body += [
         "<h2>If the question changes</h2>",
-        table(("if", "GPUs", "layout", "IAR of this layout", "meets, by the model"), changes(result)),
+        table(("if", "GPUs", "layout", "immediate admission of this layout", "meets, by the model"), changes(result)),
         *(["<h2>Cost</h2>", table(("cost", ""), priced)] if priced else []),
         "<h2>Where the numbers come from</h2>",
         table(

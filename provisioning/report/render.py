@@ -63,7 +63,7 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     latency, limit, model = candidate.latency, scenario.limit(candidate.layout), scenario.model
     num = scenario.workload.num_adapters
     yield "cache slots", f"{candidate.slots:,}", f">= {scenario.cache.min_cache_slots:,} of {num:,} adapters"
-    yield "IAR, model", f"{scenario.cache.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
+    yield "immediate admission, model", f"{scenario.cache.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
     yield from _simulated(result)
     yield from _band(result)
     parts = f"{latency.receive.value:,.0f} + {latency.compute.value:,.0f} + {latency.send.value:,.0f}"
@@ -135,7 +135,7 @@ def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
     held = f"{verdict.seeds} {what}: {'holds' if verdict.holds else 'REFUTED'}"
     yield "within TTFT, simulated", words.rate(verdict.within_ttft), f">= {verdict.target:.12g}, {held}"
     asked = "" if verdict.iar is None else f">= {verdict.iar:.12g}, by --iar"
-    yield "IAR, simulated", words.rate(verdict.immediate), asked
+    yield "immediate admission, simulated", words.rate(verdict.immediate), asked
     what = f"TTFT p{scenario.slo.percentile:g}, simulated"
     yield what, words.times(verdict.ttft_s_at_percentile), "without prefill"
     yield "adapters within SLO", f"{verdict.adapters_within_slo.mean:.1%}", ">= 90 % of their requests in time"
@@ -145,7 +145,7 @@ def _band(result: Result) -> Iterator[tuple[str, str, str]]:
     band = result.band
     if band is None:
         return
-    what = "in time" if band.simulated else "IAR"
+    what = "in time" if band.simulated else "immediate admission"
     missed = [what for what, met in ((what, band.holds), ("TPOT", band.meets_tpot)) if not met]
     longer = f"+{SPREAD * 100:g} %"
     yield (
@@ -186,7 +186,7 @@ def _tried(item: Trial) -> str:
     candidate, verdict = item.candidate, item.verdict
     return (
         f"{words.count(candidate.gpus, 'GPU')} ({candidate.layout}, {words.count(candidate.slots, 'slot')}; simulated "
-        f"immediate rate {words.rate(verdict.immediate)}, within the TTFT SLO {verdict.within_ttft.mean:.4f})"
+        f"immediate admission {words.rate(verdict.immediate)}, within the TTFT SLO {verdict.within_ttft.mean:.4f})"
     )
 
 

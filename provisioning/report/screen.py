@@ -63,7 +63,7 @@ def print_plan(result: Result, on: Console) -> None:
 
 def _print_changes(result: Result, on: Console) -> None:
     plan = "this plan" if result.feasible else str(result.candidate.layout)
-    found = table("if", "GPUs", "layout", f"IAR of {plan}", "meets, by the model", numbers=("GPUs",))
+    found = table("if", "GPUs", "layout", f"immediate admission of {plan}", "meets, by the model", numbers=("GPUs",))
     for row in tables.changes(result):
         found.add_row(*row)
     on.print(found)

@@ -9,7 +9,7 @@ from provisioning.report.result import Result
 
 
 def changes(result: Result) -> Iterator[tuple[str, str, str, str, str]]:
-    """List (if, GPUs, layout, IAR of this layout, whether it meets all, by the model) of each variant."""
+    """List (if, GPUs, layout, its immediate admission rate, whether it meets all, by the model) of each variant."""
     for item in result.variants:
         own = "" if item.instances == result.scenario.instances else f" + {item.instances:,} inst."
         met = "yes" if item.meets_at_plan else f"no: {item.binding_constraint.replace(',', ', ')}"
@@ -36,11 +36,11 @@ def sides(result: Result) -> Iterator[tuple[str, str, str]]:
     if coupled.copies:
         yield "copies of hot adapters", "-", f"{coupled.copies:,}, about"
     yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
-    yield "IAR, model", f"{scenario.cache.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
+    yield "immediate admission, model", f"{scenario.cache.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
     ours, theirs = result.verified.verdict, coupled.verdict
     if ours and theirs:
         yield "within TTFT, simulated", f"{ours.within_ttft.mean:.4f}", f"{theirs.within_ttft.mean:.4f}"
-        yield "admitted, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"
+        yield "immediate admission, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"
     yield "decode step", words.time(candidate.mean_step_us), words.time(coupled.step_us)
     needed = "over 64 instances" if coupled.gpus_needed is None else f"{coupled.gpus_needed:,}"
     yield "GPUs that do", f"{candidate.all_gpus:,}" if result.feasible else "-", needed

@@ -1,10 +1,14 @@
 """LoRA-aware routing of coupled instances, each with an adapter cache of its own.
 
 The rules are what routers in front of engines have in common (the LoRA scorer of the Gateway API inference extension,
-AIBrix, Dynamo): first an instance that has the adapter, unless it has clearly more requests than the least loaded;
-else the least loaded with a slot that is free or idle, which loads the adapter; else one that has the adapter or for
-which it waits; else the one for whose slots the fewest adapters wait. A request is never moved later. The router knows
-every cache exactly, which favours the coupled side.
+AIBrix, Dynamo). The first instance that exists is chosen, of several the least loaded:
+
+1. one that has the adapter, and not clearly more requests than the least loaded instance;
+2. one with a slot that is free or idle, and place in its batch: it loads the adapter;
+3. one that has the adapter, however loaded, or else one where requests already wait to load it;
+4. the one for whose slots the fewest adapters wait.
+
+A request is not moved later. The router knows every cache exactly, which favours the coupled side.
 """
 
 from __future__ import annotations
@@ -13,18 +17,18 @@ from collections.abc import Iterable, Sequence
 
 from provisioning.simulation.state import AdapterState, DecodeInstance, SlotCache
 
-_MORE, _FEW = 1.25, 2  # an instance is avoided with over 1.25 times the requests of the least loaded, and two more
+_MORE, _FEW = 1.25, 2  # "clearly more" requests than the least loaded instance: over 1.25 times as many, and two more
 
 
 class LoraRouter:
-    """Chooses the instance of each request by the caches as they are."""
+    """Chooses an instance for each request by the present state of all caches."""
 
     def __init__(self, instances: Sequence[DecodeInstance], caches: Sequence[SlotCache], max_batch: int) -> None:
         self._instances, self._caches, self._max_batch = instances, caches, max_batch
-        self._homes: dict[int, dict[int, AdapterState]] = {}  # by adapter and instance
+        self._homes: dict[int, dict[int, AdapterState]] = {}  # adapter -> instance -> its state there
 
     def choose(self, adapter: int, least: int) -> AdapterState:
-        """Return the adapter's state at the chosen instance; `least` is the least loaded one."""
+        """Return the adapter's state at the chosen instance. `least` is the index of the least loaded instance."""
         homes, instances = self._homes.setdefault(adapter, {}), self._instances
         most = min(_MORE * instances[least].load + _FEW, self._max_batch - 1)
         resident = [home for home, state in homes.items() if state.resident]

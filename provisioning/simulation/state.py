@@ -37,7 +37,7 @@ class AdapterState:
         self.blocked: list[tuple[int, int]] = []  # (key, request)
 
     def hold(self) -> bool | None:
-        """Count one more user; returns whether the adapter was resident, None where no slot is left."""
+        """Add a user; return whether the adapter was resident, or None, and add none, if no slot is left."""
         was_resident = self.resident
         if was_resident:
             if not self.users:
@@ -49,14 +49,18 @@ class AdapterState:
         return was_resident
 
     def release(self) -> None:
-        """Count one user less; without users it is idle."""
+        """Remove a user; an adapter without users is idle."""
         self.users -= 1
         if not self.users:
             self.cache.idle[self] = None
 
 
 class DecodeInstance:
-    """One instance: its batch, its queue, and a clock in tokens, which stands while prompts are computed."""
+    """One instance: its batch, its queue, and a clock in tokens, which stops while prompts are computed.
+
+    The clock is that of the time `seen`, which lies ahead while a prompt is computed; `pace` is the seconds of a token.
+    Events of an older `version` are out of date.
+    """
 
     __slots__ = ("batch", "clock", "pace", "queue", "seen", "version")
 
@@ -68,7 +72,7 @@ class DecodeInstance:
 
     @property
     def load(self) -> int:
-        """Requests that it has."""
+        """Return the number of its requests, running and queued."""
         return len(self.batch) + len(self.queue)
 
     def advance(self, now: float) -> tuple[float, float]:

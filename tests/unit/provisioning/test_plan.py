@@ -308,7 +308,8 @@ def test_a_band_is_the_same_calls_with_longer_and_shorter_steps_and_outputs():
     result = answer(asked, seeds=0)
     assert document(result)["band"]["share"] == [result.band.low, result.band.high]
     said = [row for row in render.rows(replace(result, band=tight)) if "±20 %" in row[0]]
-    assert said == [("IAR, assumptions ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", "+20 %: IAR missed")]
+    missed = "+20 %: immediate admission missed"
+    assert said == [("immediate admission, assumptions ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", missed)]
     assert document(answer(question(**QWEN, max_gpus=1, adapters=5000, zipf=0.5), seeds=0))["band"] is None
 
 
@@ -343,7 +344,7 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     assert all(f"# {line}\n" in out.read_text() for line in plan["unmet_assumptions"])
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 5
-    assert not re.search(r"https?://|<script|<link|width:\s*\d+px|\de[+-]\d\d", re.sub('base64,[^"]+', "", page))
+    assert not re.search(r"https?://|<script|<link|width:\s*\d+px|\de[+-]\d\d|IAR", re.sub('base64,[^"]+', "", page))
     headline = f"{plan['gpus']} LoRA Server GPUs as {layout}"
     assert f"<h1>{headline}" in page and f"<title>{headline}" in page and plan["coupled"]["verdict"] in page
     assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page and "512 adapters of rank 64" in page
