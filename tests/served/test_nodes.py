@@ -16,10 +16,30 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import READY_SECONDS
 from tests.support.clocks import FAST, environment
 from tests.support.fleet import Fleet, now
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, listed, status, until
+from tests.support.serving import (
+    HANG_SECONDS,
+    Nodes,
+    all_gone,
+    answers,
+    ask,
+    cli,
+    flags,
+    kill,
+    listed,
+    reached,
+    status,
+    stop,
+    until,
+)  # fmt: skip
 from tests.support.workload import NEW_TOKENS, workload
 
 OTHERS = ("shard 2", "shard 3")
+
+
+def states(address):
+    """The states of all shards; none while node 0 is away."""
+    reply = reached(address)
+    return {shard.state for shard in reply.shards} if reply else set()
 
 
 class ApartNodes(Nodes):
@@ -32,8 +52,18 @@ class ApartNodes(Nodes):
         common = ["--base-model", str(load.base), "--layout", "ep2-pp2", "--join-token-file", str(token)]
         super().__init__(directory, *common)
         own = ("--adapters", str(load.adapters), "--adapter-root", str(directory))
-        self.first = self.start(*own, "--data-dir", str(directory / "data0"))
-        self.second = self.start("--data-dir", str(directory / "data1"))
+        self.own = [(*own, "--data-dir", str(directory / "data0")), ("--data-dir", str(directory / "data1"))]
+        self.first, self.second = (self.start(*flags) for flags in self.own)
+
+    def restart(self, rank):
+        """Stop a node and start it again, with its flags, at its address."""
+        assert stop(self.all[rank]) == 0
+        where = () if rank else ("--listen", self.first.address)
+        self.start(*where, *self.own[rank], joins=rank > 0)
+        if not rank:
+            self.all[-1].address = self.first.address
+        self.all[rank] = self.all.pop()
+        self.first, self.second = self.all
 
     def ask(self, method, **fields):
         return ask(self.first.address, method, **fields)
@@ -82,6 +112,24 @@ def test_all_that_node_0_has_is_served_and_fetched_once(nodes):
     if not before:  # no shard was killed: its successor counts from 0
         until(lambda: nodes.fetched() >= contents, "counters are told")
         assert nodes.fetched() == contents
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_drained_node_is_restarted_under_load_and_no_request_fails(nodes, tmp_path, rank):
+    """As docs/operations.md and deploy/README.md say: drain, restart, look at `status`, admit again."""
+    address = nodes.first.address
+    with Fleet(nodes.load, address, tmp_path, ("shm", "tcp"), timeout=HANG_SECONDS) as fleet:
+        fleet.all_right_again(now())
+        pids = [shard.pid for shard in status(address).shards]
+        assert cli("drain", "--server", address).returncode == 0
+        nodes.restart(rank)
+        until(lambda: states(address) == {"up"}, "every shard is up")
+        assert cli("drain", "--undo", "--server", address).returncode == 0
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
+        changed = [old != shard.pid for old, shard in zip(pids, status(address).shards, strict=True)]
+        assert changed == ([True, True, False, False] if rank == 0 else [False, False, True, True])
 
 
 @pytest.mark.long

@@ -163,7 +163,7 @@ class Nodes:
     def start(self, *own: str, joins: bool = True, **how: Any) -> RunningServer:
         """Start the next node with flags of its own; does not wait."""
         more = ("--node-rank", "1", "--controller", self.all[0].address) if self.all and joins else ()
-        log = self.directory / f"log{len(self.all)}"
+        log = self.directory / f"log{len(list(self.directory.glob('log*')))}"
         self.all.append(launch(log, *self.common, "--nodes", "2", *more, *own, **how))
         return self.all[-1]
 

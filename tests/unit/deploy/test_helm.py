@@ -12,6 +12,7 @@ from lora_server.config import load
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
+from tests.support.doc_commands import blocks
 from tests.support.sources import ROOT
 from tests.support.typed import flags_of
 
@@ -190,6 +191,31 @@ def test_pods_are_not_root_and_write_to_volumes_alone(values):
 def test_bad_values_are_refused(bad):
     with pytest.raises(helm.HelmError):
         chart().render(TRUSTED | bad, name="lora", namespace="ml")
+
+
+def nested(given):
+    """The values of --set flags."""
+    values = {}
+    for path, value in given:
+        *folders, name = path.split(".")
+        functools.reduce(lambda one, folder: one.setdefault(folder, {}), folders, values)[name] = yaml.safe_load(value)
+    return values
+
+
+def test_the_install_of_the_documents_renders_and_has_every_secret_that_it_makes():
+    """Of deploy/README.md, as written."""
+    said = {" ".join(one.split()[:2]): one for block in blocks("deploy/README.md") for one in block.commands}
+    given = re.findall(r"--set (\S+?)=(\S+)", said["helm install"])
+    objects = render(nested(given))
+    config = load(flags(pods(objects)[0], 0, group(objects)["size"]))
+    assert config.require_tokens and str(config.join_token_file) == "/join/token" and config.tls_name == "lora.example"
+    mounted = {volume.get("secret", {}).get("secretName") for volume in pods(objects)[0]["spec"]["volumes"]}
+    text = (ROOT / "deploy/README.md").read_text()
+    assert mounted - {None} == set(re.findall(r"kubectl create secret generic ([\w-]+)", text)) - {"lora-engine"}
+    labels = yaml.safe_load(re.search(r"```yaml\n(metadata.*?)```", text, re.DOTALL)[1])["metadata"]["labels"]
+    (engines,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["from"]
+    assert engines["podSelector"]["matchLabels"].items() <= labels.items()
+    assert objects["Service"]["metadata"]["name"] in text
 
 
 def test_more_nodes_than_shards_are_refused_by_the_server():
