@@ -58,6 +58,16 @@ def test_targets_that_are_named_exist_and_ci_runs_those_of_blocks():
     assert {target for target in typed if not {target, f"{target}-all"} & IN_CI} == set()
 
 
+def test_plain_make_says_what_there_is():
+    """Every target that a person types, each with what it is for."""
+    said = {target: run(["make", *target], ROOT, capture_output=True) for target in ((), ("help",))}
+    text = said[()].stdout
+    assert [one.returncode for one in said.values()] == [0, 0] and said[("help",)].stdout == text
+    steps = {"gpu-carry", "gpu-build", "proto", "test-fast", "bench-vllm", "browser", "postgres"}
+    assert TARGETS - steps - set(re.findall(r"[a-z-]+", text)) == set()
+    assert max(map(len, text.splitlines())) <= 120
+
+
 @pytest.mark.long
 @pytest.mark.skipif(bool(NO_NETWORK), reason=NO_NETWORK)
 @pytest.mark.timeout(LIMIT_SECONDS + 60)

@@ -1,5 +1,6 @@
 """A served, sharded LoRA server in real processes gives PEFT's tokens, in every layout, transport and mode."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from structlog.testing import capture_logs
 
+from client_connector.directory import AdapterDirectory
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch, Run
 from client_connector.serving.leases import AdapterLeases
@@ -24,6 +26,7 @@ from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, free_ports, launch, running_server
+from lora_server.demo.serve_vllm import refusals_of
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
@@ -186,6 +189,9 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(load, tmp_path):
         reply = status(server.address)
         assert (reply.ready, reply.reason, reply.warned >= 1) == (True, "", True)
         assert [one.name for one in reply.refused] == ["dora", "other-base"]
+        with contextlib.closing(AdapterDirectory(server.address)) as directory:
+            dora, other = refusals_of(directory)  # what `make serve-vllm` prints
+        assert dora.startswith("refused: dora: ") and "DoRA" in dora and other.startswith("refused: other-base: ")
         assert 'lora_server_adapters_refused{code="adapter_format"} 2.0' in server.get("/metrics")[1]
         with attach(load.model, server=server.address) as lora:
             assert answers(lora, load, "fused")

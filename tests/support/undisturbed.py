@@ -81,6 +81,8 @@ def a_shard_is_drained(server: RunningServer) -> Iterator[None]:
     assert (done.returncode, done.stdout) == (0, "shard 1 was started anew\n"), done.stderr
     now = shard_processes(server.address)
     assert now[0] == first and now[1] != second
+    log = server.log.read_text()
+    assert "was asked to stop; starting it again" in log and "died: exit code" not in log, "planned work is no error"
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ turns, begins = int(sys.argv[1]), threading.Event()
 watchdog, stopping = LoopWatchdog(0.2), threading.Event()
 threading.Thread(target=watchdog.run, args=(stopping,), daemon=True).start()
 def hangs_here():
-    stopped = watchdog.turning(stopping.is_set)
+    stopped = watchdog.counting(stopping.is_set)
     for _ in range(turns):
         stopped()
     begins.wait(1 if not turns else None)

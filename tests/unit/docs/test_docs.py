@@ -72,8 +72,21 @@ def leads_nowhere(page, link):
 
 def test_links_lead_somewhere():
     """Pictures and anchors, too; `make docs` asks the same of the site."""
-    links = in_pages(r"\]\((?!https?:)([^)]+)\)")
+    links = in_pages(r"""(?:\]\(|src(?:set)?=")(?!https?:)([^)"]+)[)"]""")
     assert [found for found in links if leads_nowhere(*found)] == []
+
+
+VLLM_METRICS = {"lora_server_requests_total"}  # at vLLM's own /metrics
+
+
+def test_metrics_that_are_named_are_in_the_table_of_operations():
+    """With all of their suffixes; tests/served/test_monitoring.py compares the table with a server."""
+    table = set(re.findall(r"^\| `(lora_server_\w+)` \|", TEXTS["docs/operations.md"], re.MULTILINE))
+    table |= {f"{name}_{part}" for name in table for part in ("bucket", "sum", "count")} | VLLM_METRICS
+    table |= {"lora_server_node_restarts_total"}  # of nodes above rank 0
+    named = in_pages(r"\b(lora_server_[a-z_]+)(\*?)(?![\w.])")
+    known = [name in table or (star and any(one.startswith(name) for one in table)) for _, name, star in named]
+    assert [one for one, is_known in zip(named, known, strict=True) if not is_known] == []
 
 
 QUESTIONS = re.findall(r"^\| ([^|]+\?[^|]*) \| [^|]+ \| ([^|]+) \|$", TEXTS["docs/faq.md"], re.MULTILINE)

@@ -56,6 +56,7 @@ def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
     assert shard.prefetches[0] == (lease.client, [(5, 7), (3, MAX_AHEAD_US)])
     assert ignored["not held"] == 1 and ignored["too often"] >= 1000 - most
     assert len(shard.prefetches) <= most and len(lines) < 20
+    assert {one["log_level"] for one in lines} == {"info"}, "prefetches that are ignored are no warnings"
 
 
 def test_announced_adapters_are_spaced_and_those_that_are_released_are_needed_no_more(rig):
