@@ -1,7 +1,7 @@
 """Engines of `bench.control_scale`, many in a process: `python -m bench.control_engines JOB`.
 
-Each has a lease of its own with its heartbeats. On a line of stdin each holds and releases an adapter now and then, as
-serving engines do (Hold), for the job's seconds, and the milliseconds until each hold are printed.
+Each joins with a lease of its own. After a line on stdin each acquires and releases adapters now and then for the job's
+`seconds`, as serving engines do (Hold); then the process prints the milliseconds of all acquires as one JSON list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PATIENCE = 600.0
 
 
 def work(session: RemoteSession, adapters: int, seconds: float, seed: int, waited: list[float]) -> None:
-    """Hold and release in turn."""
+    """Acquire and release adapters for `seconds`; append the milliseconds of each acquire to `waited`."""
     dice, until = random.Random(seed), time.monotonic() + seconds
     weights = [1.0 / rank for rank in range(1, adapters + 1)]
     names = [f"a{number:05}" for number in dice.choices(range(adapters), weights, k=64)]

@@ -1,7 +1,7 @@
 """Shards of `bench.control_scale` without weights: `python -m bench.control_fakes JOB`.
 
-Each has a stream of its own to the controller, as a shard's process has, reports its counters as often, and says of
-every adapter that it is told to load that all its layers are there.
+Each has a stream to the controller, as a shard's process has, and reports its counters as often. It answers every order
+to load an adapter at once: all layers are resident.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BYTES, POOL = 1 << 12, 1 << 40
 
 
 class FakeShard:
-    """One shard's stream."""
+    """A shard that is a stream to the controller and nothing else."""
 
     def __init__(self, address: str, shard: int, placement: Placement, agreement: str) -> None:
         self._shard, self._agreement = shard, agreement
@@ -52,7 +52,7 @@ class FakeShard:
         done(None)
 
     def beat(self) -> None:
-        """Report counters."""
+        """Report its counters, as a shard does once a second."""
         self.stream.report(pb.ShardReport(stats=pb.ShardStats(device="none", free_bytes=POOL, total_bytes=POOL)))
 
 

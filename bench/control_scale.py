@@ -44,7 +44,7 @@ COLUMNS = (
 
 @contextlib.contextmanager
 def processes(module: str, jobs: list[dict[str, Any]]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start a process per job, which it reads from its command line."""
+    """Start one process per job. Each gets its job as JSON on its command line."""
     with contextlib.ExitStack() as stack:
         started = []
         for job in jobs:
@@ -56,7 +56,7 @@ def processes(module: str, jobs: list[dict[str, Any]]) -> Iterator[list[subproce
 
 
 def lines(started: list[subprocess.Popen[bytes]]) -> list[bytes]:
-    """Read a line of each."""
+    """Read one line of each process's stdout."""
     found = []
     for process in started:
         assert process.stdout is not None
@@ -71,13 +71,13 @@ def page(http: str) -> bytes:
 
 
 def split(count: int, each: int) -> list[range]:
-    """Divide 0..count-1 into runs."""
+    """Divide 0 to count-1 into ranges of at most `each`."""
     return [range(first, min(first + each, count)) for first in range(0, count, each)]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of each there is."""
+    """Numbers of shards, engines and adapters."""
 
     shards: int
     engines: int
@@ -85,7 +85,7 @@ class Size:
 
 
 def measure(size: Size, seconds: float) -> dict[str, Any]:
-    """Run one server of this size."""
+    """Run one server of this size, and return its row of figures."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         make(root, size.adapters, 1, "qv", **SIZES)
@@ -97,7 +97,7 @@ def measure(size: Size, seconds: float) -> dict[str, Any]:
         try:
             with fakes(server.address, root, layout, size.shards):
                 known = wait_for_all(server)
-                return {**asdict(size), "known_s": known, **beside(server, size, seconds)}
+                return {**asdict(size), "known_s": known, **with_engines(server, size, seconds)}
         except BaseException:
             print(server.tail(), file=sys.stderr)
             raise
@@ -120,8 +120,8 @@ def wait_for_all(server: RunningServer) -> float:
     return time.monotonic() - began
 
 
-def beside(server: RunningServer, size: Size, seconds: float) -> dict[str, Any]:
-    """Have all engines join and work; measure what they and others see meanwhile and afterwards."""
+def with_engines(server: RunningServer, size: Size, seconds: float) -> dict[str, Any]:
+    """Have all engines join and work; measure their acquires, and a list, the status and the page afterwards."""
     controller, began = psutil.Process(harness.status(server.address).pid), time.monotonic()
     about = {"address": server.address, "adapters": size.adapters, "seconds": seconds}
     jobs = [about | {"engines": len(run)} for run in split(size.engines, ENGINES_EACH)]

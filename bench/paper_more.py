@@ -80,7 +80,7 @@ def scored(case: str, setup: Setup, rate: float, **more: object) -> dict[str, ob
 
 
 def figure_1a() -> Rows:
-    """What an instance's memory holds: weights, and how many adapters fit in half of the rest."""
+    """Compute what an instance's memory holds: weights, and how many adapters in half of the rest."""
     rows: Rows = []
     for model, (rank, gpus, _) in TABLE_3.items():
         spec, free = PRESETS[model], memory.instance_free_bytes(PRESETS[model], CLUSTER, gpus)
@@ -98,7 +98,7 @@ def figure_1a() -> Rows:
 
 
 def figure_1b() -> Rows:
-    """Scale out against scale up, without a server."""
+    """Simulate scale out against scale up, without a server."""
     shapes = ((8, 2), (4, 4), (2, 8))
     return [
         scored(f"{count} x {gpus} GPUs", Setup(model=MIXTRAL, instances=count, gpus=gpus), rate)
@@ -108,7 +108,7 @@ def figure_1b() -> Rows:
 
 
 def over_time(setup: Setup, rate: float, count: Callable[[SimulationResult, float], float]) -> list[float]:
-    """Count something at TIMES of one run."""
+    """Apply `count` to the outcome of one run at each of TIMES."""
     requests = setup.workload.sample(rate=rate, num_requests=math.ceil(rate * 300), seed=0)
     outcome = run(requests, setup.system())
     return [count(outcome, float(time)) for time in TIMES]
@@ -120,7 +120,7 @@ def running(outcome: SimulationResult, time: float) -> float:
 
 
 def active(outcome: SimulationResult, time: float) -> float:
-    """Count their adapters."""
+    """Count the adapters of those requests."""
     return float(np.unique(outcome.requests.adapter[_is_running(outcome, time)]).size)
 
 
@@ -129,7 +129,7 @@ def _is_running(outcome: SimulationResult, time: float) -> Floats:
 
 
 def figure_6() -> Rows:
-    """The batch of an instance over time, by cache ratio."""
+    """Simulate the batch of an instance over time, by cache ratio."""
     rows: Rows = []
     for ratio in (0.1, 0.2, 0.3, 0.4, 0.5):
         setup = Setup(model=MIXTRAL, instances=4, adapters=256, slots=max(int(256 * ratio / 4), 1))
@@ -139,7 +139,7 @@ def figure_6() -> Rows:
 
 
 def figure_12b() -> Rows:
-    """Active adapters over time, by instances."""
+    """Simulate active adapters over time, by instances."""
     rows: Rows = []
     for instances in range(1, 7):
         setup = Setup(model=MIXTRAL, instances=instances, layout=Layout(4, 1))
@@ -149,7 +149,7 @@ def figure_12b() -> Rows:
 
 
 def figure_13b() -> Rows:
-    """Active adapters over time, by layout; in brackets the slots."""
+    """Simulate active adapters over time, by layout; cases name its slots in brackets."""
     rows: Rows = []
     for layout in ("ep4-pp1", "ep2-pp3", "ep4-pp2"):
         setup = Setup(model="qwen3-30b-a3b", instances=4, layout=Layout.parse(layout))
@@ -160,7 +160,7 @@ def figure_13b() -> Rows:
 
 
 def figure_14() -> Rows:
-    """The ablation: 25 requests/s, 256 adapters, eight GPUs."""
+    """Simulate the ablation: 25 requests/s, 256 adapters, eight GPUs."""
     server = AblatedSetup(
         model=MIXTRAL, instances=3, layout=Layout(2, 1), adapters=256, slots=104,
         overlaps=False, by_layer=False, kernel=SLOW_KERNELS,
@@ -177,7 +177,7 @@ def figure_14() -> Rows:
 
 
 def figure_16() -> Rows:
-    """Terms of a layer at a server of four GPUs, over the batch."""
+    """Model the terms of a layer at a server of four GPUs, over the batch."""
     rows: Rows = []
     for model in (MIXTRAL, "scaled-moe"):
         rank, gpus, _ = TABLE_3[model]
@@ -193,7 +193,7 @@ def figure_16() -> Rows:
 
 
 def figure_17() -> Rows:
-    """NVLink against InfiniBand: 256 adapters, 30 requests/s, a server of two GPUs."""
+    """Simulate NVLink against InfiniBand: 256 adapters, 30 requests/s, a server of two GPUs."""
     return [
         scored(
             name,
@@ -207,7 +207,7 @@ def figure_17() -> Rows:
 
 
 def figure_18() -> Rows:
-    """Two layouts with the same slots."""
+    """Simulate two layouts with the same slots."""
     slots = Setup(model=MIXTRAL, instances=4, layout=Layout(4, 2)).cache_slots()
     return [
         scored(str(layout), Setup(model=MIXTRAL, instances=4, layout=layout, slots=slots), rate)
@@ -217,7 +217,7 @@ def figure_18() -> Rows:
 
 
 def figure_table1() -> Rows:
-    """Table 1 for Mixtral's batch of 128 on two GPUs, and a server of eight."""
+    """Compute Table 1 for Mixtral's batch of 128 on two GPUs, and a server of eight."""
     rows: Rows = []
     for name, strategy, x, y in (
         ("DP", "dp", 8, 1),
@@ -231,7 +231,7 @@ def figure_table1() -> Rows:
 
 
 def figure_table4() -> Rows:
-    """Table 4 beside the model."""
+    """Compute Table 4 by the model, beside the paper's cells."""
     return [
         {"case": f"{one.layout}, batch {one.batch}", "term": one.column, "paper_us": one.paper_us,
          "us": round(one.model_us, 1)}

@@ -33,7 +33,7 @@ TAIL = """
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper: what it says, what we find in the rows, and whether that is so or within a quarter."""
+    """A sentence of the paper: what it says, what `find` finds in our rows, and whether both agree."""
 
     figure: str
     what: str
@@ -43,7 +43,7 @@ class Claim(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A section of the page."""
+    """A section of the page: a figure or a table, and what we say about it."""
 
     figure: str
     title: str
@@ -64,20 +64,20 @@ def _change(rows: Rows, key: str, before: dict[str, str], after: dict[str, str])
     return _of(rows, key, **after) / _of(rows, key, **before) - 1
 
 
-def _at_rate(rows: Rows, rate: str, before: str, after: str) -> float:
-    """Return the change of TPOT between two cases at a rate."""
+def _tpot_change_at(rows: Rows, rate: str, before: str, after: str) -> float:
+    """Return the relative change of TPOT from one case to another at a rate."""
     return _change(rows, "tpot_ms", {"case": before, "rate": rate}, {"case": after, "rate": rate})
 
 
-def _up(rows: Rows) -> float:
-    return _at_rate(rows, "96.0", "8 x 2 GPUs", "2 x 8 GPUs")
+def _scale_up_change(rows: Rows) -> float:
+    return _tpot_change_at(rows, "96.0", "8 x 2 GPUs", "2 x 8 GPUs")
 
 
-def _layouts(rows: Rows) -> float:
-    return _at_rate(rows, "100.0", "ep2-pp4", "ep4-pp2")
+def _layout_change(rows: Rows) -> float:
+    return _tpot_change_at(rows, "100.0", "ep2-pp4", "ep4-pp2")
 
 
-def _scarce(rows: Rows) -> float:
+def _scarce_ttft(rows: Rows) -> float:
     return _of(rows, "ttft_p95_s", case="10%")
 
 
@@ -85,31 +85,31 @@ def _ttft(rows: Rows, case: str) -> float:
     return _of(rows, "ttft_p95_s", case=case)
 
 
-def _faster(rows: Rows) -> float:
+def _ttft_gain(rows: Rows) -> float:
     return _ttft(rows, "+disagg") / _ttft(rows, "+kernel")
 
 
-def _shorter(rows: Rows) -> float:
+def _tpot_change(rows: Rows) -> float:
     return _change(rows, "tpot_ms", {"case": "+disagg"}, {"case": "+kernel"})
 
 
-def _fig12(rows: Rows) -> float:
+def _six_instances_change(rows: Rows) -> float:
     return _change(rows, "tpot_ms", {"instances": "1", "case": LAYOUT_12}, {"instances": "6", "case": LAYOUT_12})
 
 
-def _nvlink(rows: Rows) -> list[float]:
+def _nvlink_changes(rows: Rows) -> list[float]:
     cases = [({"case": "InfiniBand", "instances": n}, {"case": "NVLink", "instances": n}) for n in "123"]
     return [_change(rows, "tpot_ms", before, after) for before, after in cases]
 
 
-def _gains(rows: Rows, rival: str) -> float:
+def _mean_gain(rows: Rows, rival: str) -> float:
     """Return the mean over models of the LoRA Server's serviceable rate over a rival's."""
     rates = {(row["model"], row["case"]): float(row["serviceable_rate"]) for row in rows}
     models = list(dict.fromkeys(model for model, _ in rates))
     return sum(rates[model, "LoRA Server"] / rates[model, rival] for model in models) / len(models)
 
 
-def _table4_off(rows: Rows) -> float:
+def _table4_error(rows: Rows) -> float:
     return max(abs(float(row["us"]) / float(row["paper_us"]) - 1) for row in rows)
 
 
@@ -120,29 +120,29 @@ CLAIMS = (
         "5",
         "TTFT p95 at a cache ratio of 10 %",
         "hundreds of seconds",
-        lambda rows: f"{_scarce(rows):.0f} s",
-        lambda rows: _scarce(rows) > 100,
+        lambda rows: f"{_scarce_ttft(rows):.0f} s",
+        lambda rows: _scarce_ttft(rows) > 100,
     ),
     Claim(
         "1b",
         "TPOT of 2 x 8 GPUs against 8 x 2 at 96 requests/s",
         "significantly higher",
-        lambda rows: f"{_up(rows):+.0%}",
-        lambda rows: _up(rows) > 0.1,
+        lambda rows: f"{_scale_up_change(rows):+.0%}",
+        lambda rows: _scale_up_change(rows) > 0.1,
     ),
     Claim(
         "11",
         "serviceable rate over S-LoRA as the paper splits memory, mean of five models",
         "3.05x",
-        lambda rows: f"{_gains(rows, 'S-LoRA'):.2f}x; {_gains(rows, 'S-LoRA, tuned'):.2f}x over a tuned S-LoRA",
-        lambda rows: math.isclose(_gains(rows, "S-LoRA"), 3.05, rel_tol=0.25),
+        lambda rows: f"{_mean_gain(rows, 'S-LoRA'):.2f}x; {_mean_gain(rows, 'S-LoRA, tuned'):.2f}x over a tuned S-LoRA",
+        lambda rows: math.isclose(_mean_gain(rows, "S-LoRA"), 3.05, rel_tol=0.25),
     ),
     Claim(
         "12",
         "TPOT from one instance to six",
         "+10.5 %",
-        lambda rows: f"{_fig12(rows):+.0%} with ep4-pp1",
-        lambda rows: _fig12(rows) < 0.25,
+        lambda rows: f"{_six_instances_change(rows):+.0%} with ep4-pp1",
+        lambda rows: _six_instances_change(rows) < 0.25,
     ),
     Claim(
         "12b",
@@ -169,36 +169,36 @@ CLAIMS = (
         "14",
         "TTFT p95, +disagg to all optimisations",
         "11x lower",
-        lambda rows: f"{_faster(rows):.1f}x lower",
-        lambda rows: math.isclose(_faster(rows), 11, rel_tol=0.25),
+        lambda rows: f"{_ttft_gain(rows):.1f}x lower",
+        lambda rows: math.isclose(_ttft_gain(rows), 11, rel_tol=0.25),
     ),
     Claim(
         "14",
         "TPOT, +disagg to all optimisations",
         "-30 %",
-        lambda rows: f"{_shorter(rows):+.0%}",
-        lambda rows: math.isclose(_shorter(rows), -0.3, rel_tol=0.25),
+        lambda rows: f"{_tpot_change(rows):+.0%}",
+        lambda rows: math.isclose(_tpot_change(rows), -0.3, rel_tol=0.25),
     ),
     Claim(
         "17",
         "TPOT with NVLink, one to three instances",
         "-14.6 % on average",
-        lambda rows: ", ".join(f"{one:+.1%}" for one in _nvlink(rows)),
-        lambda rows: math.isclose(sum(_nvlink(rows)) / 3, -0.146, rel_tol=0.25),
+        lambda rows: ", ".join(f"{one:+.1%}" for one in _nvlink_changes(rows)),
+        lambda rows: math.isclose(sum(_nvlink_changes(rows)) / 3, -0.146, rel_tol=0.25),
     ),
     Claim(
         "18",
         "TPOT of ep4-pp2 against ep2-pp4 at 100 requests/s",
         "lower",
-        lambda rows: f"{_layouts(rows):+.1%}",
-        lambda rows: _layouts(rows) < 0,
+        lambda rows: f"{_layout_change(rows):+.1%}",
+        lambda rows: _layout_change(rows) < 0,
     ),
     Claim(
         "table4",
         "all 32 cells, in us",
         "measured",
-        lambda rows: f"within {_table4_off(rows):.0%}; fitted to batch 128",
-        lambda rows: _table4_off(rows) < 0.25,
+        lambda rows: f"within {_table4_error(rows):.0%}; fitted to batch 128",
+        lambda rows: _table4_error(rows) < 0.25,
     ),
 )
 PICTURES = (

@@ -1,4 +1,4 @@
-"""Counters by tenant: so many tenants have their own, all others share one."""
+"""Counters by tenant: the first MOST_TENANTS tenants have one each, all others share one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ _T = TypeVar("_T")
 
 
 class PerTenant(Generic[_T]):
-    """A counter for each of the first `most` tenants that are counted, made by `make`. One thread counts, any reads."""
+    """One counter per tenant, created by `make`; from tenant number `most` on they share one.
+
+    One thread counts; any thread may read.
+    """
 
     def __init__(self, make: Callable[[], _T], most: int = MOST_TENANTS) -> None:
         self._make, self._most = make, most
         self._own: dict[str, _T] = {}
 
     def of(self, tenant: str) -> _T:
-        """Return a tenant's counter; '' is the operator."""
+        """Return a tenant's counter, a new one at its first use. '' is the operator."""
         name = tenant or OPERATOR
         found = self._own.get(name)
         if found is None:

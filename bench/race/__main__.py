@@ -84,7 +84,7 @@ SHORT = {
 
 @dataclass
 class Race:
-    """The rows so far. `stacks`: what runs, by name of the system."""
+    """Systems that run, and the rows so far. `stacks` stop the systems; both are by the system's name."""
 
     plan: Plan
     work: Path
@@ -118,6 +118,7 @@ class Race:
 
     def run(self, names: Sequence[str], calls: list[Call], width: int = 0, **about: Any) -> list[score.Row]:
         """Have systems run the same calls one after the other; returns their rows."""
+        # an open loop gets time for the answers to its last arrivals
         job = Job(calls, width, self.plan.seconds * (0.6 if width else 1.6))
         turn = len(self.rows) % len(names)
         seen: dict[str, list[Seen]] = {}
@@ -155,6 +156,7 @@ def own(places: int, threads: int) -> System:
 def _best(
     race: Race, systems: list[System], calls: list[Call], about: Mapping[str, Any], beside: System | None = None
 ) -> System:
+    """Start systems, run the calls on these and on `beside`, and stop all but the best, which is returned."""
     race.start(systems)
     names = [system.name for system in (*systems, *([beside] if beside else []))]
     rows = race.run(names, calls, **about)
@@ -224,7 +226,7 @@ def ladder(
 
 
 def of_all_sites(race: Race, best: str, everyone: Sequence[str]) -> None:
-    """Adapters of all sites; vLLM's own LoRA in the best setting of the attention's."""
+    """Race with adapters of all sites; vLLM's own LoRA has the setting that served attention adapters best."""
     old = race.running[best].system
     race.stop(best)
     race.start([System(best, "own", old.threads, old.places, "all")])
@@ -235,7 +237,7 @@ def of_all_sites(race: Race, best: str, everyone: Sequence[str]) -> None:
 
 
 def with_peft(race: Race, adapters: list[str], about: Mapping[str, Any]) -> None:
-    """Rows of PEFT, with those of ours again, so that they are of one moment."""
+    """Race PEFT, and ours again in turn with it, so that their rows can be compared."""
     plan = race.plan
     race.start([System("PEFT", "peft", plan.cores)])
     calls = load.poisson(adapters, plan.peft_rate, plan.seconds, 10)

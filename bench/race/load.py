@@ -105,8 +105,8 @@ def _call(dice: np.random.Generator, at: float, adapters: Sequence[str], prompt:
     return Call(float(at), adapter, dice.integers(3, 250, prompt).tolist(), new_tokens)
 
 
-def around(calls: Sequence[Call]) -> Iterator[tuple[int, Call]]:
-    """Yield the calls with their numbers, for ever."""
+def repeated(calls: Sequence[Call]) -> Iterator[tuple[int, Call]]:
+    """Yield (number, call) of all calls, over and over."""
     return itertools.cycle(enumerate(calls))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from bench.race.load import Call, Job, Seen, answer, around
+from bench.race.load import Call, Job, Seen, answer, repeated
 from lora_server.demo.engine import Sequence, load_model, pad
 
 BASE = "__base__"  # PEFT's name for no adapter
@@ -59,7 +59,7 @@ def generate(model: Any, batch: list[tuple[int, Call, float]], clock: Clock) -> 
 def run(model: Any, job: Job, batch: int) -> list[Seen]:
     """Run the job to its end, or until its seconds are over and the batch of that moment has ended."""
     clock, seen = Clock(time.perf_counter()), []
-    turns, waiting = around(job.calls), list(enumerate(job.calls))
+    turns, waiting = repeated(job.calls), list(enumerate(job.calls))
     while clock.now() < job.seconds and (job.width or waiting):
         if job.width:
             now = clock.now()

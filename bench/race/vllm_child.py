@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from bench.race.load import Call, Job, Seen, answer, around
+from bench.race.load import Call, Job, Seen, answer, repeated
 
 
 class Driver:
-    """Sends the calls of one job and notes what comes back."""
+    """Sends the calls of one job and records when each token comes back."""
 
     def __init__(self, engine: Any, paths: dict[str, str], job: Job, numbers: Iterator[int]) -> None:
         self._engine, self._paths, self._job, self._numbers = engine, paths, job, numbers
@@ -30,7 +30,7 @@ class Driver:
     async def run(self) -> list[Seen]:
         """Run the job to its end, or for its seconds."""
         if self._job.width:
-            calls = around(self._job.calls)
+            calls = repeated(self._job.calls)
             tasks = [asyncio.create_task(self._in_turn(calls)) for _ in range(self._job.width)]
         else:
             tasks = [asyncio.create_task(self._on_time(one, call)) for one, call in enumerate(self._job.calls)]

@@ -89,7 +89,7 @@ class ShardProcess:
         threading.Thread(target=self._reports.follow, args=following, daemon=True, name="residency").start()
         watchdog = LoopWatchdog(self.config.timings.hung)
         threading.Thread(target=watchdog.run, args=(self.stopping,), daemon=True, name="watchdog").start()
-        self.parts.shard.run(watchdog.turning(self.stopping.is_set))
+        self.parts.shard.run(watchdog.counting(self.stopping.is_set))
         self.listeners.close()
         self.parts.coordinator.close()
         self.parts.shard.store.close()

@@ -1,4 +1,4 @@
-"""Ends a process whose loop has stopped, so that its node starts another."""
+"""Ends a process whose main loop hangs, so that its node starts another."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Callable
 
 import structlog
 
-LOOKS = 20  # that find no turn; a process that was stopped by a signal, and goes on, loses one of them
+CHECKS = 20  # within the limit: a process that was suspended by a signal resumes with one failed check, not with all
 log = structlog.get_logger()
 
 
 class LoopWatchdog:
-    """Counts the turns of a loop. A thread calls `run`, which ends the process when the loop makes none for `seconds`.
+    """Counts a loop's iterations. A thread calls `run`, which ends the process when none begins for `seconds`.
 
-    It may take as long as it likes to begin.
+    Before the first iteration there is no limit.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._turns = seconds, 0
+        self._seconds, self._iterations = seconds, 0
 
-    def turning(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap a loop's `stopped`: each call counts as a turn."""
+    def counting(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
+        """Wrap the condition by which a loop ends: each call counts as an iteration."""
 
-        def turn() -> bool:
-            self._turns += 1
+        def counted() -> bool:
+            self._iterations += 1
             return stopped()
 
-        return turn
+        return counted
 
     def run(self, stopping: threading.Event) -> None:
-        """Look LOOKS times in `seconds`; at the last look in vain write the stacks of all threads, and exit with 1."""
-        seen, in_vain = self._turns, 0
-        while not stopping.wait(self._seconds / LOOKS):
-            in_vain = in_vain + 1 if self._turns == seen else 0
-            seen = self._turns
-            if seen and in_vain >= LOOKS:
+        """Check until `stopping`; after CHECKS checks without an iteration dump all threads' stacks and exit with 1."""
+        seen, failed = self._iterations, 0
+        while not stopping.wait(self._seconds / CHECKS):
+            failed = failed + 1 if self._iterations == seen else 0
+            seen = self._iterations
+            if seen and failed >= CHECKS:
                 log.critical("the loop hangs; where its threads are follows", seconds=self._seconds)
                 faulthandler.dump_traceback()
                 os._exit(1)

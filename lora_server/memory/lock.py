@@ -9,9 +9,9 @@ from lora_server.memory.want import Answer
 
 
 class StoreLock:
-    """A condition whose holder may owe answers: each `done` is called as soon as the lock is released.
+    """A re-entrant lock with a condition, which defers answers until it is released.
 
-    `done` may thus wait for any other lock, of a thread that waits for this one. Threads may enter it again.
+    `done` is called without the lock, so it may take a lock whose holder waits for this one.
     """
 
     def __init__(self) -> None:
@@ -19,17 +19,17 @@ class StoreLock:
         self._owed: list[Answer] = []  # in the order in which they are to be called
 
     def owe(self, *answers: Answer) -> None:
-        """Have each `done` called with its error after the release. The caller has the lock."""
+        """Defer answers: after the release each `done` is called with its error. Call with the lock held."""
         self._owed += answers
 
     def notify(self) -> None:
-        """Wake the thread that waits. The caller has the lock."""
+        """Wake the thread in `wait`. Call with the lock held."""
         self._condition.notify()
 
     def wait(self, timeout: float | None) -> None:
-        """Wait to be notified, at most `timeout` seconds; return at once if answers are owed, to be released first.
+        """Wait for `notify`, at most `timeout` seconds; with deferred answers return at once, for the lock's release.
 
-        The caller has entered the lock once.
+        Call with the lock entered exactly once.
         """
         if not self._owed:
             self._depth = 0  # others enter meanwhile

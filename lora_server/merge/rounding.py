@@ -40,7 +40,7 @@ def merged_matrix(place: MatrixPlace, data: bytearray, adapter: Adapter, errors:
 
 
 def _views(place: MatrixPlace, matrix: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield views of the rows of each section, with the site's rows [begin, end) that they are."""
+    """Yield (begin, end, view) per section of `place`: the site's rows [begin, end), and their view of `matrix`."""
     rows_OK = matrix.T if place.transposed else matrix
     first = place.sections[0].begin
     for index, section in enumerate(place.sections):
@@ -49,11 +49,11 @@ def _views(place: MatrixPlace, matrix: torch.Tensor) -> Iterator[tuple[int, int,
 
 
 class RowErrors:
-    """Relative errors of a site's result, against float64, of an engine with merged weights and of one without.
+    """Sums of squared errors of a site's output, against float64, for an engine with merged weights and one without.
 
-    Rows of the `merged` adapter, of the `base_model`, and of `others`: one with deltas of the merged adapter's size.
-    Measured by random inputs at the first rows of every changed matrix. The engine's GEMM and its sum are rounded to
-    its dtype, and so is the answer of the server.
+    There are three kinds of rows: of the `merged` adapter, of the `base_model`, and of `others`, an adapter with deltas
+    of the merged one's size. Inputs are random; the first rows of every changed matrix are sampled. The engine's GEMM,
+    the server's answer and their sum are rounded to the engine's dtype.
     """
 
     def __init__(self, sums: dict[str, list[float]]) -> None:

@@ -1,7 +1,7 @@
-"""Writes a merged checkpoint: one weight file after another, then the record, and then the directory gets its name.
+"""Writes a merged checkpoint: the weight files one after another, then the record; then it renames the directory.
 
-All is written into a directory of a temporary name, whose state file lists the weight files that are complete: a merge
-that was interrupted continues with the next one. Memory holds one matrix of the base and one pair of the adapter.
+Until then the directory has a temporary name, and a state file that lists the complete weight files: a merge that was
+interrupted continues after them. Memory holds one matrix of the base model and one pair of the adapter at a time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Merge:
         return record
 
     def _begin(self) -> dict[str, Any]:
-        """Keep what an interrupted merge of the same inputs wrote; remove what another one did."""
+        """Return the state to continue from: that of an interrupted merge of the same inputs, else a new one.
+
+        Files of a merge of other inputs are removed.
+        """
         base, state = self._checkpoint.directory, self._partial / STATE
         times = [(base / name).stat().st_mtime_ns for name in self._sizes]
         inputs = [str(base.resolve()), self._version, self._name, self._sizes, times]

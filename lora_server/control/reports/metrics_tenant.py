@@ -1,4 +1,4 @@
-"""Prometheus metrics by tenant, for the question which of them is slow, and what it costs the others."""
+"""Prometheus metrics by tenant: which tenant is slow, and which one takes the shards' time from the others."""
 
 from __future__ import annotations
 
