@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from client_connector.transformers import attach
 from lora_server.adapters import validate_adapter
@@ -14,6 +16,7 @@ from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
 from lora_server.merge import Merge
 from lora_server.merged import MERGED
+from lora_server.spec import load as load_spec
 from tests.support import alora
 from tests.support.workload import NEW_TOKENS, workload
 
@@ -96,6 +99,38 @@ def test_rows_before_an_invocation_are_the_base_models(tmp_path):
     with contextlib.closing(InprocServer(load.spec, paths)) as server, attach(model, server) as lora:
         with lora.adapters([sequence.adapter for sequence in case.batch]):
             case.check(generate(model, case.batch, NEW_TOKENS))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@torch.no_grad()
+def test_bfloat16_logits_of_other_rows_are_within_the_bars(kind, tmp_path):
+    """Against float32 PEFT on the same weights, beside an engine without a merge: base model 2 times, others 1.4."""
+    model = tiny.make_model(kind, dtype=torch.bfloat16)
+    tiny.save_model(model, tmp_path / "base")
+    paths = {name: tmp_path / name for name in (HOT, "cold")}
+    for seed, path in enumerate(paths.values()):
+        tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all")
+    spec, ids = (
+        load_spec(tmp_path / "base"),
+        torch.randint(3, 250, (16, 64), generator=torch.Generator().manual_seed(3)),
+    )
+    adapter, version = validate_adapter(paths[HOT], spec)
+    with adapter:
+        Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    exact = {None: model.float()(ids).logits, "cold": tiny.peft_model(model, paths["cold"])(ids).logits}
+
+    def errors(directory):
+        engine, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval(), {}
+        with contextlib.closing(InprocServer(spec, paths)) as server, attach(engine, server) as lora:
+            for name, expected in exact.items():
+                with lora.adapters([name] * len(ids)):
+                    wrong = (engine(ids).logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+                found[name] = float(wrong.square().mean().sqrt())
+        return found
+
+    unmerged, merged = errors(tmp_path / "base"), errors(tmp_path / "out")
+    assert merged[None] <= 2.0 * unmerged[None] and merged["cold"] <= 1.4 * unmerged["cold"], (unmerged, merged)
 
 
 def test_weights_of_another_version_base_or_name_are_refused(tmp_path):
