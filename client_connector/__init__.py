@@ -1,7 +1,8 @@
 """The connector: an engine-neutral client, and one folder of hooks per engine.
 
 remote        joining a server                  client       a joined client: start, finish, recover
-lease         calls that prove it               exchange     one site of one step; lanes to the shards
+lease         calls that prove it               exchange     one site of one step
+lanes         which link a shard's steps take   twins        links to replicas, lost and connected again
 holds         what it holds, calls in batches   world        NVSHMEM's, which must be complete
 directory     the server's list of adapters     prefetch     signals before a first step
 reconnect     while a server is away            packing      messages <-> slots

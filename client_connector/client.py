@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from client_connector.exchange import Exchange, Lane, StepTimes
+from client_connector.exchange import Exchange, StepTimes
+from client_connector.lanes import ShardLanes
 from client_connector.packing import Activations, HostPacker, M, Packer
 from client_connector.reconnect import while_away
 from client_connector.routing import in_step, probe_messages
@@ -45,7 +46,7 @@ class Client:
         self.session: Session = session
         self.terms: Terms = session.terms
         self.placement = session.terms.placement
-        self.lanes = [Lane(link) for link in session.links]
+        self.lanes = ShardLanes(session.links, session.terms.layout, session.twins)
         devices = {link.device for link in session.links}
         self._device = devices.pop() if len(devices) == 1 else None
         self._given_up: LoraServerError | None = None
@@ -53,10 +54,7 @@ class Client:
     @property
     def broken(self) -> LoraServerError | None:
         """The reason why no step can be started in this session; None while it is good."""
-        for lane in self.lanes:
-            if lane.broken is not None:
-                return lane.broken
-        return self._given_up
+        return self.lanes.broken or self._given_up
 
     def give_up(self, error: LoraServerError) -> None:
         """Start no further steps in this session."""
@@ -66,8 +64,8 @@ class Client:
         """Look for what broke the session: a failed step, a dead shard, an expired lease."""
         try:
             self.session.check()
-            for link in self.session.links:
-                link.check()
+            self.lanes.look()
+            self.lanes.settle()
         except LoraServerError as error:
             self.give_up(error)
         return self.broken
@@ -129,13 +127,14 @@ class Client:
 
     def start(self, packer: Packer[M], messages: Sequence[M]) -> Exchange:
         """Push as many messages as fit; `finish` pushes the rest. Raises StepError."""
+        self.lanes.settle()
         if (broken := self.broken) is not None:
             raise broken
         if self.terms.coordination == "leader":
             messages = in_step(messages, self.terms.layout.stage_shards(packer.site.layer))
         exchange = Exchange(self.lanes, packer, time.monotonic() + self.timeout_seconds, self.observe)
-        for lane in exchange.queue(messages):
-            exchange.push(lane)
+        for shard in exchange.queue(messages):
+            exchange.push(shard)
         return exchange
 
     def probe(self, like: Exchange, handle: int) -> None:

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from client_connector.lanes import Lane, ShardLanes
 from client_connector.packing import Packer, read_failure
 from client_connector.routing import Message
-from lora_server.errors import LoraServerError, StepError
+from lora_server.errors import (
+    AdapterNotLoadedError,
+    LoraServerError,
+    ShardUnavailableError,
+    StepError,
+    StepTimeoutError,
+)
 from lora_server.spec import Site
-from lora_server.transport.base import Link
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
@@ -45,39 +51,6 @@ class GemmTimes:
     ended_ns: int
 
 
-class Lane:
-    """A link to one shard, with the sequence numbers of the steps on it. Used by one thread at a time.
-
-    As a context manager: an error inside means that client and shard may no longer agree on seqs, so
-    the lane is broken, and with it the session.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.shard = link.shard
-        self.depth = link.region.layout.depth
-        self.pushed = 0
-        self.consumed = 0  # seq of the newest response that was consumed
-        self.broken: LoraServerError | None = None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.broken is None:
-            self.broken = (
-                error
-                if isinstance(error, StepError)
-                else StepError(f"an earlier step was interrupted by {error!r}; the next request joins anew")
-            )
-
-    def drain(self, deadline: float) -> None:
-        """Consume what a failed exchange left behind."""
-        if self.consumed < self.pushed:
-            self.link.wait(self.pushed, deadline)
-            self.consumed = self.pushed
-
-
 class _Flying(NamedTuple):
     lane: Lane
     message: Any
@@ -90,22 +63,28 @@ class Started:
 
 @dataclass
 class Exchange(Started):
-    """The messages of one site, in the order of each lane; `deadline` is time.monotonic()."""
+    """The messages of one site, in the order of each lane; `deadline` is time.monotonic().
 
-    lanes: Sequence[Lane]
+    A step is pure, and its rows stay as they are until it ends: so one whose shard fails, or is silent, is written once
+    more, for the shard's twin. Deltas are handed out in the same order as without that.
+    """
+
+    lanes: ShardLanes
     packer: Packer[Any]
     deadline: float
     observe: Callable[[StepTimes], None] | None = None
     _queues: dict[int, deque[Any]] = field(default_factory=dict)
     _flying: deque[_Flying] = field(default_factory=deque)
+    _began: float = field(default_factory=time.monotonic)  # to push, then to wait
+    _asked_twin: bool = False  # whether it has weights that the shard lacks
 
     @property
     def site(self) -> Site:
         """The site in the model."""
         return self.packer.site
 
-    def queue(self, messages: Sequence[Any]) -> list[Lane]:
-        """Queue messages for the packer; return the lanes to push on, each once per free slot.
+    def queue(self, messages: Sequence[Any]) -> list[int]:
+        """Queue messages for the packer; return the shards to push to, each once per free slot.
 
         Consumes answers that a failed exchange left behind.
         """
@@ -113,36 +92,77 @@ class Exchange(Started):
             self._queues.setdefault(message.shard, deque()).append(message)
         ready = []
         for shard, waiting in self._queues.items():
-            lane = self.lanes[shard]
-            with lane:
-                lane.drain(self.deadline)
-            ready += [lane] * min(lane.depth, len(waiting))
+            self._on_lane(shard, Lane.drain)
+            ready += [shard] * min(self.lanes[shard].depth, len(waiting))
         return ready
 
-    def push(self, lane: Lane) -> None:
-        """Push the lane's next message."""
-        with lane:
-            message, budget_us = self._queues[lane.shard].popleft(), round((self.deadline - time.monotonic()) * 1e6)
-            sent = self.packer.write_request(lane.link, lane.pushed + 1, message, max(0, budget_us))
-            lane.pushed = sent.seq  # first: whatever happens in between, a seq is never used twice
-            lane.link.push(sent.seq, slot.HEADER_BYTES + sent.payload_bytes)
-            self._flying.append(_Flying(lane, message, sent))
+    def push(self, shard: int) -> None:
+        """Push a shard's next message."""
+        message = self._queues[shard].popleft()
+        while True:
+            lane, budget_us = self.lanes[shard], round((self.deadline - time.monotonic()) * 1e6)
+            try:
+                with lane:
+                    sent = self.packer.write_request(lane.link, lane.pushed + 1, message, max(0, budget_us))
+                    lane.pushed = sent.seq  # first: whatever happens in between, a seq is never used twice
+                    lane.link.push(sent.seq, slot.HEADER_BYTES + sent.payload_bytes)
+                self._flying.append(_Flying(lane, message, sent))
+                return
+            except ShardUnavailableError as error:
+                self._fail_over(lane, error)
+
+    def _on_lane(self, shard: int, act: Callable[[Lane, float], None]) -> None:
+        """Act on a shard's lane until a deadline; if the shard fails, or is silent, on the lane of its twin."""
+        while True:
+            lane = self.lanes[shard]
+            try:
+                with lane:
+                    return act(lane, self._patience(lane))
+            except (ShardUnavailableError, StepTimeoutError) as error:
+                self._fail_over(lane, error)
+
+    def _patience(self, lane: Lane) -> float:
+        """Return until when (time.monotonic()) a lane may be silent. Shards that fell silent together, as those of one
+        host, are not waited for one after the other."""
+        if not self.lanes.has_spare(lane):
+            return self.deadline
+        failover = self.lanes.failover
+        return min(self.deadline, max(self._began + failover, time.monotonic() + failover / 4))
+
+    def _fail_over(self, lane: Lane, error: LoraServerError) -> None:
+        """Send what is in flight on a lane to the shard's twin; raises `error` without a twin, or time."""
+        if time.monotonic() >= self.deadline:
+            raise error
+        spare = self.lanes.replace(lane, error)
+        with spare:
+            spare.drain(self.deadline)
+        flying, self._flying = self._flying, deque()
+        for one in flying:
+            if one.lane is lane:
+                self._queues[one.message.shard].appendleft(one.message)
+                self.push(one.message.shard)
+            else:
+                self._flying.append(one)
 
     def finish(self, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for every delta and pass it to `add`, which must copy what it keeps.
 
         Raises the error that a shard answered with, or StepError (which breaks the session).
         """
+        self._began = time.monotonic()
         while self._flying:
-            lane, message, sent = self._flying.popleft()
             waited_ns = time.monotonic_ns()
+            shard = self._flying[0].message.shard
+            self._on_lane(shard, self._wait)
+            flying = self._flying.popleft()
+            lane, message, sent = flying
             with lane:
-                lane.link.wait(sent.seq, self.deadline)
                 message, sent = self.packer.settled(lane.link, message, sent)
                 header = self.packer.read_response(lane.link, sent)
             lane.consumed = sent.seq
             if header.status != slot.OK:
-                raise self._failure(lane, sent.seq, header)
+                self._refused(flying, self._failure(lane, sent.seq, header))
+                continue
             if header.num_rows:
                 with lane:
                     add(message, lane.link.rows.deltas(sent, self.packer.x))
@@ -151,9 +171,21 @@ class Exchange(Started):
                 slot.HEADER_BYTES + header.payload_bytes,
                 lane.consumed == lane.pushed,
             )
-            self._report(message.shard, sent, header, waited_ns)
-            if self._queues[lane.shard]:
-                self.push(lane)
+            self._report(lane.shard, sent, header, waited_ns)
+            if self._queues[shard]:
+                self.push(shard)
+
+    def _refused(self, flying: _Flying, error: LoraServerError) -> None:
+        """Send a step again, once, to a twin that may have the weights that the shard still loads; raises any other
+        error."""
+        if self._asked_twin or not isinstance(error, AdapterNotLoadedError) or not self.lanes.has_spare(flying.lane):
+            raise error
+        self._asked_twin = True
+        self._flying.appendleft(flying)
+        self._fail_over(flying.lane, error)
+
+    def _wait(self, lane: Lane, deadline: float) -> None:
+        lane.link.wait(self._flying[0].sent.seq, deadline)
 
     def _failure(self, lane: Lane, seq: int, header: ResponseHeader) -> LoraServerError:
         """Read the shard's error. In leader mode unsent chunks break the lane: all shards must count the same steps."""

@@ -138,13 +138,14 @@ class Holdings:
         with self._lock:
             del self._released[:released]
 
-    def beat(self, calls: LeaseCalls, seconds: float) -> bool:
-        """Send a heartbeat; return whether the controller has forgotten what the lease holds."""
+    def beat(self, calls: LeaseCalls, seconds: float, lacking: Sequence[int] = ()) -> pb.HeartbeatReply:
+        """Send a heartbeat, which names the shards that the session has no link to; return the answer."""
         settled = self._settled[: bounds.TICKETS.items]
-        reply = calls.call(calls.clients.Heartbeat, pb.HeartbeatRequest(settled=settled), seconds)
+        request = pb.HeartbeatRequest(settled=settled, lacking=lacking)
+        reply: pb.HeartbeatReply = calls.call(calls.clients.Heartbeat, request, seconds)
         with self._lock:
             del self._settled[: len(settled)]
-        return bool(reply.forgot)
+        return reply
 
 
 class HoldSender:

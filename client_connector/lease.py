@@ -28,6 +28,7 @@ class LeaseCalls:
         self.clients = rpc.ClientsStub(self._channel)
         self.proof = Proof(0, 0, b"")
         self.lost: LoraServerError | None = None  # why the lease is known to be gone
+        self.holder: Proof | None = None  # the client that this one borrows from
         self._count = itertools.count(1)
 
     def call(self, method: Any, request: Any, seconds: float | None = None) -> Any:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from typing_extensions import override
@@ -26,6 +27,7 @@ from client_connector.lease import LeaseCalls
 from client_connector.prefetch import PrefetchSender
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
+from client_connector.twins import TwinLinks
 from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
@@ -101,7 +103,7 @@ class RemoteSession(Session):
 
     def __init__(self, server: RemoteServer, deadline: float) -> None:
         """Join once, by `deadline` (time.monotonic())."""
-        self._server, self._timings = server, server.timings
+        self._server = server
         self.calls = LeaseCalls(server.address, server.credentials, server.timings)
         self._holdings = Holdings()
         self._sender = HoldSender(self.calls, self._holdings, server.timings)
@@ -111,7 +113,7 @@ class RemoteSession(Session):
         self.links: list[Link] = []
         instance = f"{socket.gethostname()}:{os.getpid()}"
         names = [name for name in server.served_names if bounds.fits(name)]  # no adapter can have another
-        request = pb.JoinRequest(instance=instance, served_names=names, slo_class=server.slo_class)
+        request = pb.JoinRequest(instance=instance, served_names=names, slo_class=server.slo_class, pushes=server.links)
         try:
             if server.in_world:
                 request.place.CopyFrom(place_in_world(server.device))
@@ -127,10 +129,11 @@ class RemoteSession(Session):
 
     def _connect(self, lease: pb.Lease, deadline: float) -> None:
         self.calls.proof = Proof(lease.client, lease.epoch, lease.key)  # first: `leave` shows it
+        layout = replace(Layout.parse(lease.layout), replicas=lease.replicas or 1)
         self.terms = Terms(
             lease.client,
             lease.epoch,
-            Placement(ModelSpec.from_json(lease.spec_json), Layout.parse(lease.layout), lease.generation),
+            Placement(ModelSpec.from_json(lease.spec_json), layout, lease.generation),
             lease.coordination,
             lease.max_step_rows,
             lease.server,
@@ -150,15 +153,29 @@ class RemoteSession(Session):
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
             tell_far(endpoints)
-        transport, device = self._server.transport, self._server.device
-        for endpoint in endpoints:
-            seconds = min(self._timings.handshake, self.calls.within(deadline))
-            self.links.append(connect(endpoint, hello, transport, device, seconds, self._timings))
+        server, timings = self._server, self._server.timings
+
+        def open_link(endpoint: pb.Endpoint, until: float) -> Link:
+            seconds = min(timings.handshake, self.calls.within(until))
+            return connect(endpoint, hello, server.transport, server.device, seconds, timings)
+
+        if layout.replicas == 1 or not endpoints:
+            self.links += [open_link(endpoint, deadline) for endpoint in endpoints]
+            return
+        twins = TwinLinks(self.links, open_link, layout, lease.replica, lease.failover_us * 1e-6)
+        twins.join(endpoints, deadline)
+        self.twins = twins  # from now on heartbeats mend it
 
     def _heartbeat(self, lease_seconds: float) -> None:
-        while not self._left.wait(min(lease_seconds / 4, self._timings.heartbeat)):
+        while not self._left.wait(min(lease_seconds / 4, self._server.timings.heartbeat)):
             try:
-                self._sender.report(restores=self._holdings.beat(self.calls, lease_seconds / 2))
+                twins, seconds = self.twins, lease_seconds / 2
+                reply = self._holdings.beat(self.calls, seconds, twins.lacking() if twins is not None else ())
+                self._sender.report(restores=reply.forgot)
+                if twins is not None and reply.endpoints:
+                    if self.calls.holder is not None:
+                        self.borrow(self.calls.holder)  # a shard that was restarted does not know of it
+                    twins.mend(reply.endpoints, time.monotonic() + seconds / 2)
             except LeaseError as error:
                 self.calls.lost = error
                 return
@@ -196,7 +213,7 @@ class RemoteSession(Session):
         `on_behalf_of`: the tenant of the request. `pace`: a LoadingAnswer comes while they load for longer than these
         seconds; None: the answer is final once they have a place.
         """
-        seconds = self._timings.call if seconds is None else seconds
+        seconds = self._server.timings.call if seconds is None else seconds
         try:
             return self.ask_soon(ticket, names, on_behalf_of, pace).result(seconds)
         except TimeoutError:
@@ -213,14 +230,16 @@ class RemoteSession(Session):
         began = time.monotonic()
         reply = self.calls.begin_wait(tickets, seconds).result()
         answered = [] if reply is None else list(reply.tickets)
-        if not answered and time.monotonic() - began < self._timings.queue_look:
-            self._left.wait(min(seconds, self._timings.queue_look))  # the controller had no thread left to wait in
+        if not answered and time.monotonic() - began < self._server.timings.queue_look:
+            self._left.wait(
+                min(seconds, self._server.timings.queue_look)
+            )  # the controller had no thread left to wait in
         return answered
 
     def cancel(self, ticket: int, *, waits: bool = True) -> None:
         """Cancel a ticket; a controller that is away hears of it later."""
         self._holdings.cancel(ticket)
-        self._sender.report(seconds=self._timings.release if waits else 0.0)
+        self._sender.report(seconds=self._server.timings.release if waits else 0.0)
 
     @property
     @override
@@ -232,12 +251,13 @@ class RemoteSession(Session):
         lent = lend(holder.key, self.proof.client, self.proof.epoch)
         lender = pb.Proof(client=holder.client, epoch=holder.epoch, mac=lent)
         self.calls.call(self.calls.clients.Borrow, pb.BorrowRequest(holder=lender))
+        self.calls.holder = holder
 
     @override
     def release(self, handles: Sequence[int], *, waits: bool = True) -> None:
         """Release handles; a controller that is away hears of it later. A lease that is gone holds nothing."""
         self._holdings.release(handles)
-        self._sender.report(seconds=self._timings.release if waits else 0.0)
+        self._sender.report(seconds=self._server.timings.release if waits else 0.0)
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:
@@ -258,11 +278,13 @@ class RemoteSession(Session):
         if self._left.is_set():
             return
         self._left.set()
+        if self.twins is not None:
+            self.twins.close()
         for link in self.links:
             link.close()
         request = pb.LeaveRequest(unanswered=any(link.unanswered for link in self.links))
         try:
-            self.calls.call(self.calls.clients.Leave, request, self._timings.release)
+            self.calls.call(self.calls.clients.Leave, request, self._server.timings.release)
         except LoraServerError as error:
             self.calls.lost = self.calls.lost or error
         self._close()

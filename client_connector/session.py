@@ -10,15 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from client_connector.twins import TwinLinks
 from lora_server.transport.base import Link
 from lora_server.wire.terms import Held, Proof, Terms
 
 
 class Session(ABC):
-    """One joined client. `links[shard]` is used by one thread at a time; the rest is thread-safe."""
+    """One joined client. Each of `links` is used by one thread at a time; the rest is thread-safe."""
 
     terms: Terms
     links: Sequence[Link]
+    twins: TwinLinks | None = None  # where shards have twins: what connects lost links again
 
     @abstractmethod
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:

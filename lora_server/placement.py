@@ -4,29 +4,36 @@ Shard = stage * x + ep_rank. Layer l belongs to stage l mod y, so that loading o
 links of all stages at once. The experts of a site lie in contiguous blocks over the x shards of its
 stage; a dense site belongs to one of them, in turn. Everything has exactly one owner; a shard may
 own nothing. Paper section 4.1, "LoRA Hybrid Parallel".
+
+With replicas the whole set of x * y shards is there several times, one set numbered after the other. The shards at
+one place of the sets are *twins*: they own the same.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec, Site
 
+MOST_REPLICAS = 4
+
 
 @dataclass(frozen=True)
 class Layout:
-    """EPx-PPy: `ep` shards share the experts of a layer, `pp` stages share the layers."""
+    """EPx-PPy: `ep` shards share the experts of a layer, `pp` stages share the layers; `replicas` times."""
 
     ep: int
     pp: int
+    replicas: int = field(default=1, repr=False)  # not a part of the text
 
     def __post_init__(self) -> None:
-        if self.ep < 1 or self.pp < 1:
-            raise ConfigError(f"layout: got ep{self.ep}-pp{self.pp}, expected both to be at least 1")
+        if self.ep < 1 or self.pp < 1 or self.replicas < 1:
+            got = f"ep{self.ep}-pp{self.pp} with {self.replicas} replicas"
+            raise ConfigError(f"layout: got {got}, expected all three to be at least 1")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -41,19 +48,32 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Number of server processes, x * y."""
+        """Number of server processes, x * y of each replica."""
+        return self.width * self.replicas
+
+    @property
+    def width(self) -> int:
+        """Number of shards of one replica, x * y."""
         return self.ep * self.pp
+
+    def twins(self, shard: int) -> range:
+        """Return the shards that own what a shard owns, itself among them."""
+        return range(shard % self.width, self.num_shards, self.width)
+
+    def unserved(self, down: Collection[int]) -> list[int]:
+        """Return the shards of the first replica whose twins are all among these, too."""
+        return [shard for shard in range(self.width) if all(twin in down for twin in self.twins(shard))]
 
     def stage(self, shard: int) -> int:
         """Return the pipeline stage of a shard."""
-        return shard // self.ep
+        return shard % self.width // self.ep
 
     def ep_rank(self, shard: int) -> int:
         """Return a shard's place among the shards of its stage."""
         return shard % self.ep
 
     def stage_shards(self, layer: int) -> range:
-        """Return the x shards of the stage that a layer belongs to."""
+        """Return the x shards of the first replica that a layer belongs to."""
         first = layer % self.pp * self.ep
         return range(first, first + self.ep)
 
@@ -89,6 +109,7 @@ class Placement:
 
     def experts(self, site: Site, shard: int) -> range:
         """Return the experts of `site` that `shard` owns; range(1) or range(0) at a dense site."""
+        shard %= self.layout.width
         if shard not in self.layout.stage_shards(site.layer):
             return range(0)
         if self.spec.is_dense(site):
@@ -96,21 +117,21 @@ class Placement:
         return share(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
 
     def owners(self, site: Site, expert: int = 0) -> tuple[int, ...]:
-        """Return the shards that own `expert` of `site`, one today; a client sends its rows to the first.
+        """Return the shards that own `expert` of `site`, one of each replica.
 
         Raises IndexError outside the model.
         """
         if not 0 <= expert < self.spec.experts_at(site):
             raise IndexError(f"{site}: expert {expert} of {self.spec.experts_at(site)}")
         if self.spec.is_dense(site):
-            return (self._dense_owner[site],)
+            return tuple(self.layout.twins(self._dense_owner[site]))
         size, longer = divmod(self.spec.experts, self.layout.ep)
         in_longer = expert < longer * (size + 1)
         rank = expert // (size + 1) if in_longer else longer + (expert - longer * (size + 1)) // size
-        return (self.layout.stage_shards(site.layer)[rank],)
+        return tuple(self.layout.twins(self.layout.stage_shards(site.layer)[rank]))
 
     def first_owners(self, site: Site) -> tuple[int, ...]:
-        """Return the first owner of every expert of a site, by expert: where a client sends its rows."""
+        """Return the first owner of every expert of a site, by expert: a client sends its rows there, or to a twin."""
         return tuple(self.owners(site, expert)[0] for expert in range(self.spec.experts_at(site)))
 
     def sites(self, shard: int) -> Iterator[Site]:

@@ -23,6 +23,8 @@ class Timings:
     audit: float = 2.0  # a change waits so long for its audit entry to be written; then a later flush writes it
     # the controller and its shards
     shard_silence: float = 10.0  # a shard that did not report for so long counts as down
+    twin_silence: float = 2.0  # likewise, where its twin is up
+    twin_wait: float = 3.0  # a controller that starts waits so long for the twins of shards that have registered
     shard_report: float = 0.5  # between two reports of a shard
     residency_report: float = 2e-3  # between two reports of layers that were loaded
     shard_leave: float = 1.0  # for the controller to confirm that a shard stops

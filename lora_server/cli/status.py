@@ -55,7 +55,8 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     """Print the reply for people."""
     from lora_server import terminal
 
-    what = f"{reply.model} {reply.layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
+    layout = f"{reply.layout}, {reply.replicas} replicas" if reply.replicas > 1 else reply.layout
+    what = f"{reply.model} {layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
     terminal.say(console, what, "ready" if reply.ready else "not ready")
     if reply.queued:
         text = f"{count(reply.queued)} requests wait for a place; adapters in use: {count(reply.active)}"
@@ -69,6 +70,8 @@ def show(reply: pb.StatusReply, console: Console) -> None:
         terminal.say(console, f"{one.name} {one.version[:12]}: {holders}; {now}", "draining")
     for each in reply.slo_classes:
         terminal.say(console, f"{each.slo}; requests that wait for a place: {count(each.queued)}", f"class {each.name}")
+    if reply.degraded:
+        terminal.say(console, reply.degraded, "degraded")
     if reply.reason:
         terminal.say(console, reply.reason, "reason")
     for refused in reply.refused:

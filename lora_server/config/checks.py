@@ -8,6 +8,7 @@ from itertools import combinations
 from lora_server.address import Address
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
+from lora_server.units import Size
 
 MOST_LED = 33  # shards of a stage: its leader's kernel tells shard.numbers.MAX_FOLLOWERS others
 
@@ -22,6 +23,27 @@ def check_leaders(layout: Layout, nodes: int, gpu_transport: str) -> None:
         )
     if layout.ep > MOST_LED:
         raise ValueError(f"--coordination: got leader with --layout {layout}, expected at most ep{MOST_LED}")
+
+
+def check_replicas(replicas: int, nodes: int, gpu_transport: str, coordination: str, device_pool: Size) -> None:
+    """Twins are on different nodes, have equal pools, and each answers steps by itself."""
+    if replicas == 1:
+        return
+    if replicas > nodes:
+        raise ValueError(
+            f"--replicas: got {replicas} with --nodes {nodes}, expected at most as many as nodes: the twins of a "
+            "shard are on different nodes"
+        )
+    if gpu_transport != "cuda_ipc" or coordination == "leader":
+        raise ValueError(
+            f"--replicas: got {replicas} with --gpu-transport {gpu_transport} and --coordination {coordination}, "
+            "expected 1, or cuda_ipc and independent: a step is sent again by the engine's host, shard by shard"
+        )
+    if device_pool.share:
+        raise ValueError(
+            f"--replicas: got {replicas} with --device-pool {device_pool}, a share of what is free, expected bytes "
+            "such as 40GiB: an adapter that fits a shard must fit its twins"
+        )
 
 
 def check_ports(ports: DataPorts, layout: str, own: Mapping[str, Address]) -> None:

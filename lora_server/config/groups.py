@@ -20,7 +20,10 @@ GROUPS = {
         "listen", "http", "events", "insecure", "require_tokens", "tls_cert", "tls_key", "tls_ca", "tls_client_ca",
         "tls_name", "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
     ),
-    "Several nodes": ("nodes", "node_rank", "controller", "controller_seconds", "join_token_file", "advertise"),
+    "Several nodes": (
+        "nodes", "node_rank", "controller", "controller_seconds", "join_token_file", "advertise", "replicas",
+        "failover_ms",
+    ),
     "Steps": (
         "max_step_rows", "slots", "threads", "wire", "coordination", "gpu_transport", "nvshmem_clients",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,10 +10,10 @@ from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lora_server.address import Address
-from lora_server.config.checks import check_leaders, check_ports
+from lora_server.config.checks import check_leaders, check_ports, check_replicas
 from lora_server.config.types import TCP, Classes, Host, LayoutName, Listens, Paths, PoolSize, Publishes, Texts
 from lora_server.logs import Format
-from lora_server.placement import Layout, share
+from lora_server.placement import MOST_REPLICAS, Layout, share
 from lora_server.ports import HIGHEST, DataPorts
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.units import Size
@@ -141,6 +142,20 @@ class ServeConfig(BaseSettings):
         "adapters into --data-dir and sends other nodes what they need.",
     )
     nodes: int = Field(1, ge=1, description="Number of nodes of this server.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=MOST_REPLICAS,
+        description="Copies of every shard, each on another node: a step whose shard fails goes to its twin. Needs as "
+        "many nodes, and --device-pool in bytes.",
+    )
+    failover_ms: int = Field(
+        1000,
+        ge=1,
+        le=600_000,
+        description="With --replicas, silence (ms) of a shard after which a step is sent to its twin: longer than any "
+        "step takes under load.",
+    )
     node_rank: int = Field(0, ge=0, description="Rank of this node; rank 0 runs the controller.")
     controller: Listens | None = Field(None, description="Node 0's --listen; required on the other nodes.")
     controller_seconds: float = Field(
@@ -195,7 +210,7 @@ class ServeConfig(BaseSettings):
         if self.gpu_transport != "cuda_ipc" and self.device != "cuda":
             raise ValueError(f"--gpu-transport: got {self.gpu_transport} with --device {self.device}, expected cuda")
         if self.gpu_transport != "cuda_ipc" and self.coordination == "leader":
-            check_leaders(Layout.parse(self.layout), self.nodes, self.gpu_transport)
+            check_leaders(self.replicated, self.nodes, self.gpu_transport)
         if (self.gpu_transport == "nvshmem") != (self.nvshmem_clients > 0):
             raise ValueError(
                 f"--nvshmem-clients: got {self.nvshmem_clients} with --gpu-transport {self.gpu_transport}, expected at "
@@ -209,7 +224,8 @@ class ServeConfig(BaseSettings):
     def _check_node(self) -> ServeConfig:
         if self.node_rank >= self.nodes:
             raise ValueError(f"--node-rank: got {self.node_rank}, expected it below --nodes {self.nodes}")
-        if self.nodes > (num_shards := Layout.parse(self.layout).num_shards):
+        check_replicas(self.replicas, self.nodes, self.gpu_transport, self.coordination, self.device_pool)
+        if self.nodes > (num_shards := self.replicated.num_shards):
             raise ValueError(
                 f"--nodes: got {self.nodes}, expected at most {num_shards}: {self.layout} has fewer shards"
             )
@@ -236,6 +252,11 @@ class ServeConfig(BaseSettings):
         return self
 
     @property
+    def replicated(self) -> Layout:
+        """The layout, with its replicas."""
+        return replace(Layout.parse(self.layout), replicas=self.replicas)
+
+    @property
     def events_address(self) -> Address | None:
         """The address of --events over TCP."""
         return Address.parse(self.events.removeprefix(TCP)) if self.events.startswith(TCP) else None
@@ -243,7 +264,7 @@ class ServeConfig(BaseSettings):
     @property
     def data_ports(self) -> DataPorts:
         """The TCP ports of the server's shards and stages."""
-        return DataPorts(self.data_port_base, Layout.parse(self.layout))
+        return DataPorts(self.data_port_base, self.replicated)
 
     @classmethod
     def settings_customise_sources(
@@ -278,4 +299,4 @@ class ProcessConfig(ServeConfig):
     @property
     def local_shards(self) -> range:
         """The shards of this node."""
-        return share(Layout.parse(self.layout).num_shards, self.nodes, self.node_rank)
+        return share(self.replicated.num_shards, self.nodes, self.node_rank)

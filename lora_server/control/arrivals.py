@@ -4,6 +4,9 @@ A *run* is what handles and leases belong to. A controller that starts takes ove
 kept, and is settled once all of them have registered. From then on the controller is the authority: a shard
 that kept another run's state drops it. A rank has one claimant at a time. Claims count up, so a shard that
 returns with a lower claim than the newest was replaced meanwhile and is rejected.
+
+Where shards have twins, a controller that starts waits a while for all of them (`twin_wait`). Then it is settled
+with one of each.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from lora_server.access.identity import OPERATOR
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.clients import Clients
 from lora_server.control.members.agreement import Agreement
@@ -22,6 +26,7 @@ from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.start import StartState
 from lora_server.errors import ConfigError
 from lora_server.registry.versions import Version
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.events import SHARD, ShardChanged
 from lora_server.wire.messages import badge_of
@@ -41,10 +46,13 @@ class Arrivals:
         start: StartState,
         restarted: bool,
         listed: Sequence[Version] | None = None,
+        twin_wait: float = Timings.twin_wait,
+        clock: Clock = SYSTEM,
     ) -> None:
         """`listed`: the ledger's versions, None without a ledger."""
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
         self._start, self._restarted, self._listed = start, restarted, listed
+        self._clock, self._twins_until = clock, clock.now() + twin_wait
         self.run = ""
         self.on_run: Callable[[str], object] = lambda run: None  # called with the run before any request is admitted
         self._lock = threading.Lock()
@@ -63,13 +71,25 @@ class Arrivals:
             except Exception as error:  # what an older version kept, say
                 self._shards.depart(handle)
                 raise ConfigError(f"shard {handle.shard}: what it kept cannot be read: {error!r}") from error
-            if not self._start.settled.is_set() and len(self._shards.live()) == self._agreement.layout.num_shards:
-                self._settle()
+            self._settle_if_complete()
         if self._agreement.coordination == "leader":
             self._introduce_leader(handle)
         log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
         self._publish(handle, "up")
         return handle
+
+    def settle(self) -> None:
+        """Settle the server once twins have been waited for. To be called about once a second."""
+        with self._lock:
+            self._settle_if_complete()
+
+    def _settle_if_complete(self) -> None:
+        if self._start.settled.is_set():
+            return
+        layout, live = self._agreement.layout, self._shards.live()
+        absent = [shard for shard in range(layout.num_shards) if shard not in live]
+        if not absent or (self._clock.now() >= self._twins_until and not layout.unserved(absent)):
+            self._settle()
 
     def _learn(self, handle: ShardHandle, kept: Sequence[pb.Kept]) -> None:
         registration, settled = handle.registration, self._start.settled.is_set()
@@ -90,6 +110,7 @@ class Arrivals:
             presumed = registration.active
         handle.commands.send(self._claim(handle, self.run if settled else ""))
         self._adapters.sync.introduce(handle, loads)
+        self._clients.twins.introduce(handle)
         self._adapters.admission.introduce(handle, presumed)
         self._clients.introduce(handle, grants)
 
@@ -100,6 +121,13 @@ class Arrivals:
                 f"shard {registration.shard} of node {registration.node}: started with other settings than the "
                 f"controller's ({agreement.describe()}); start every node with the same model and flags"
             )
+        live, own = self._shards.live(), registration.pool_bytes
+        for twin in agreement.layout.twins(registration.shard):
+            if twin in live and (pool := live[twin].registration.pool_bytes) != own:
+                raise ConfigError(
+                    f"shard {registration.shard} of node {registration.node}: got a device pool of {own:,} bytes, "
+                    f"expected {pool:,}, as its twin has, shard {twin}; start every node with the same --device-pool"
+                )
 
     def _claim(self, handle: ShardHandle, run: str) -> pb.ShardCommand:
         registered, restarts = self._start.registered.is_set(), self._shards.restarts[handle.shard]
@@ -140,6 +168,8 @@ class Arrivals:
     def depart(self, handle: ShardHandle) -> None:
         """Remove a shard that lost its stream."""
         if self._shards.depart(handle):
+            self._adapters.sync.count()
+            self._adapters.admission.admit()  # where its twin is up, no request waits for its loads any more
             fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
             if handle.leaving or self._shards.closed:
                 log.info("shard left", **fields)

@@ -13,6 +13,7 @@ from lora_server.control.admission.classes import NO_ENGINE_CLASS, EngineClass
 from lora_server.control.admission.service import AdmissionAnswer, AdmissionService, CheckInUse
 from lora_server.control.members.leases import ClientLease, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
+from lora_server.control.members.twins import TwinConnections
 from lora_server.control.members.world import WorldMembership
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.start import RESTARTED, StartState
@@ -43,6 +44,7 @@ class Clients:
     ) -> None:
         self.leases, self._shards, self._admission, self._start = leases, shards, admission, start
         self.world, self._timings = world, timings
+        self.twins = TwinConnections(leases, shards)
         self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
         self.refused = ""  # why joins are refused; empty if they are not
         self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
@@ -56,14 +58,17 @@ class Clients:
         weight: float = 1.0,
         asked: pb.Place | None = None,
         slo: EngineClass = NO_ENGINE_CLASS,
+        pushes: bool = False,
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """Grant a lease, with the place in NVSHMEM's world that is asked for; return it once every shard knows of it.
+
+        `pushes`: it will push steps.
 
         Raises ServerUnavailableError while a shard is not up, WorldError.
         """
         if self.refused:
             raise ServerUnavailableError(self.refused)
-        live = self._shards.require_up()
+        self._shards.require_up()
         self._start.require_settled()
         lease = self.leases.grant(instance, served_names, tenant, token, slo.name)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
@@ -74,6 +79,10 @@ class Clients:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
                 grant.pe = lease.place.rank
+            if pushes:
+                self.leases.prefer(lease, self._shards.layout.replicas)
+            lease.grant = grant  # first: a shard that arrives is sent it
+            live = self._shards.require_up()
             sent = [handle.commands.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
             wait_all(sent, self._timings.grant, "a grant")
         except LoraServerError:
@@ -111,6 +120,12 @@ class Clients:
             self._ended.add((client, epoch))
         if self.leases.end(client, epoch):
             self._forget(client)
+
+    def gone(self, shard: int, client: int, epoch: int) -> None:
+        """Note that a client's connection to a shard ended; end its lease unless it has one to a twin that is up."""
+        is_over = self._start.settled.is_set() and self.leases.find(client, epoch) is None
+        if not is_over and self.twins.part(shard, client):
+            self.end(client, epoch)
 
     def end_all(self) -> None:
         """End the leases of all clients. Call it when none holds an adapter; a client joins again for its next one."""
@@ -158,6 +173,7 @@ class Clients:
         return self.world.of(self.renew(proof))
 
     def _forget(self, client: int) -> None:
+        self.twins.forget(client)
         self.prefetches.forget(client)
         self.world.give_back(client, rests=True)
         self._shards.broadcast(pb.ShardCommand(revoke=client))

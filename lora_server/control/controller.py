@@ -74,14 +74,15 @@ class Controller:
         drains = ledger.drains if ledger is not None else None
         self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.drain_look, clock)
         listed = ledger.listed() if ledger is not None else None
-        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, start, restarted, listed)
+        members = agreement, self.shards, self.adapters, self.clients, start
+        self.arrivals = Arrivals(*members, restarted, listed, timings.twin_wait, clock)
         self.arrivals.on_run = self.drain.settle
 
     def not_ready(self) -> str:
         """Return why /readyz says no; empty if it says yes."""
         if self.drain.reason:
             return self.drain.reason
-        missing = self.shards.missing()
+        missing = self.agreement.layout.unserved(self.shards.missing())
         if missing:
             return f"shards not up: {missing}"
         if self.clients.world.reason:
@@ -92,6 +93,13 @@ class Controller:
         refused = [one for one in self.adapters.catalog.refusals.listed() if one.start_up] if self._require_all else ()
         named = "; ".join(f"{one.name!r} was refused: {one.reason}" for one in refused)
         return f"adapters refused: {named}" if named else ""
+
+    @property
+    def degraded(self) -> list[int]:
+        """Return the shards that are down while their twins serve."""
+        layout, missing = self.agreement.layout, self.shards.missing()
+        unserved = layout.unserved(missing)
+        return [shard for shard in missing if shard % layout.width not in unserved]
 
     def hear(self, handle: ShardHandle, report: pb.ShardReport) -> None:
         """Apply one report of a shard. Its reports come one at a time, in their order."""
@@ -110,4 +118,4 @@ class Controller:
         elif kind == "leaving":
             handle.leaving = True
         elif kind == "client_gone":
-            self.clients.end(report.client_gone.client, report.client_gone.epoch)
+            self.clients.gone(handle.shard, report.client_gone.client, report.client_gone.epoch)

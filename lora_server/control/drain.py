@@ -113,7 +113,8 @@ class Drain:
 
     def _is_new(self, shard: int, old: int) -> bool:
         live = self._shards.live()
-        return shard in live and live[shard].pid != old and not self._shards.missing()
+        is_new = shard in live and live[shard].pid != old
+        return is_new and not self._shards.layout.unserved(self._shards.missing())
 
     def _until(self, done: Callable[[], bool], deadline: float, shard: int) -> None:
         pause = threading.Event()

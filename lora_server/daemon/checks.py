@@ -14,7 +14,7 @@ from lora_server.control.adapters.resolver import check_template
 from lora_server.control.members.agreement import Agreement
 from lora_server.daemon.run_directory import check_data_lock
 from lora_server.errors import ConfigError
-from lora_server.placement import Layout, share
+from lora_server.placement import share
 from lora_server.spec import ModelSpec
 
 MIN_TOKEN = 16
@@ -86,7 +86,7 @@ def later_checks(config: ServeConfig) -> Checks:
     def memory() -> str:
         from lora_server.daemon import backends
 
-        local = share(Layout.parse(config.layout).num_shards, config.nodes, config.node_rank)
+        local = share(config.replicated.num_shards, config.nodes, config.node_rank)
         return backends.check(config, len(local))
 
     return {"open ports": exposed, "data directory": data, "registry": registry, "device and pools": memory}

@@ -176,7 +176,10 @@ class ControllerProcess:
             log.warning("controller stalled; lease expiry suspended")
         if max(stalled, late) > stall:
             self.controller.clients.leases.excuse(sweep + max(0.0, late))
+        else:
+            self.controller.shards.end_silent(self._timings.twin_silence)
         self.controller.clients.expire()
+        self.controller.arrivals.settle()
         self.controller.adapters.admission.cut_off()
         self.controller.adapters.admission.admit()
         control.set_ready(not self._not_ready())

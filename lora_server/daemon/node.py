@@ -30,7 +30,6 @@ from lora_server.daemon.run_directory import locked_data, run_directory
 from lora_server.daemon.signals import on_signals
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 
 RETRY_SECONDS = 1.0
@@ -69,7 +68,7 @@ class Node:
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
-            layout, certificate = Layout.parse(process.layout), certificate_of(process)
+            layout, certificate = process.replicated, certificate_of(process)
             collector = NodeCollector(self.spec, layout, process.node_rank, self._restarts, certificate)
             gate = RemoteGate(process.controller, process)
             not_ready = functools.partial(self._not_up, process)
@@ -94,7 +93,7 @@ class Node:
         self._stack.callback(startup.close)
 
     def _start_shards(self, process: ProcessConfig) -> None:
-        layout = Layout.parse(process.layout)
+        layout = process.replicated
         for shard in process.local_shards:
             name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
             self._run(name, SHARD, process.model_copy(update={"shard": shard}))

@@ -27,7 +27,7 @@ from lora_server.daemon.shard_reports import ShardReports
 from lora_server.daemon.stream import ControllerStream
 from lora_server.daemon.watchdog import LoopWatchdog
 from lora_server.errors import LeaseError
-from lora_server.placement import Layout, Placement
+from lora_server.placement import Placement
 from lora_server.sources.fetch import Fetcher
 from lora_server.spec import ModelSpec
 from lora_server.wire import lora_server_pb2 as pb
@@ -51,7 +51,7 @@ class ShardProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         self.config = config
         self._directory = DirectoryUse(config.run_dir)
-        spec, layout, timings = ModelSpec.from_json(config.spec_json), Layout.parse(config.layout), config.timings
+        spec, layout, timings = ModelSpec.from_json(config.spec_json), config.replicated, config.timings
         agreement = Agreement.of(config, spec).digest()
         self.stopping = threading.Event()
         self.exit_code = 0

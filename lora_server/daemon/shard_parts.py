@@ -138,7 +138,7 @@ class ServingParts:
         config, gpu, ready = self.config, resident.kernel.gpu, None
         if config.gpu_transport == "nvshmem":
             assert isinstance(gpu, WorldGpu)
-            self.world = ShardWorld(gpu, config.shard, Layout.parse(config.layout).num_shards, self.listeners.port)
+            self.world = ShardWorld(gpu, config.shard, config.replicated.num_shards, self.listeners.port)
             ready = self.world.ready
         self.coordinator = self._part_of(resident.kernel)
         return DeviceShardHost(
@@ -205,7 +205,7 @@ class ServingParts:
         config = self.config
         if config.coordination == "independent":
             return StageRole()
-        if Layout.parse(config.layout).ep_rank(config.shard):
+        if config.replicated.ep_rank(config.shard):
             return KernelFollower(config.shard, kernel, config.timings.handshake)
         name = f"numbers-{config.shard}"
         for killed in config.run_dir.glob(f"{name}-*.sock"):

@@ -253,7 +253,8 @@ class Port:
 
     def grant(self, grant: Grant) -> None:
         """Let a client connect under this epoch; cut its older epoch off."""
-        self.revoke(grant.client)
+        if self.grants.get(grant.client, grant.epoch) is None:
+            self.revoke(grant.client)
         self.grants.put(grant)
 
     def revoke(self, client: int) -> None:

@@ -45,6 +45,41 @@ def receive_message(sock: Stream, max_bytes: int, wait: Callable[[Stream], None]
     return bytes(receive(sock, bytearray(nbytes), wait))
 
 
+class FrameReceiver:
+    """Receives one frame after the other, each payload straight into the memory where it belongs."""
+
+    def __init__(self, sock: Stream) -> None:
+        self._socket = sock
+        self._header = bytearray(HEADER.size)
+        self._left = memoryview(self._header)
+        self._payload: memoryview | None = None
+        self._kind = self._seq = 0
+
+    def receive(self, place: Callable[[int, int, int], memoryview]) -> bool:
+        """Receive what is there, up to the end of a frame; return whether one is complete. Raises OSError.
+
+        `place(kind, nbytes, seq)` names the memory for a payload, or raises ProtocolError.
+        """
+        while True:
+            if not self._left:
+                if self._payload is not None:
+                    return True
+                self._kind, nbytes, self._seq = HEADER.unpack(self._header)
+                self._left = self._payload = place(self._kind, nbytes, self._seq)
+                continue
+            received = self._socket.recv_into(self._left)
+            if not received:
+                raise ConnectionResetError("the connection was closed")
+            self._left = self._left[received:]
+
+    def take(self) -> tuple[int, int, memoryview]:
+        """Return the complete frame's kind, seq and payload, and expect the next."""
+        assert self._payload is not None
+        taken = self._kind, self._seq, self._payload
+        self._payload, self._left = None, memoryview(self._header)
+        return taken
+
+
 class Outbox:
     """The queue of bytes that a socket, which does not block, has not taken yet. Not thread-safe."""
 

@@ -31,9 +31,9 @@ from lora_server.transport.frames import (
     HEADER,
     MESSAGE,
     STEP,
+    FrameReceiver,
     Outbox,
     frame,
-    receive,
     receive_message,
 )
 from lora_server.transport.mapping import Mapping
@@ -71,7 +71,7 @@ class TcpLink(Link):
             self.close()
             raise
         self.region = Region(self._memory.view, layout)
-        self._sender = _Sender(self._socket)
+        self._sender, self._frames = _Sender(self._socket), FrameReceiver(self._socket)
 
     def _connected(self) -> Stream:
         if self._socket is None:
@@ -98,12 +98,21 @@ class TcpLink(Link):
                 raise self._gone(seq) from None
 
     def _respond(self, deadline: float) -> None:
-        sock, wait = self._connected(), partial(_wait, deadline=deadline)
-        kind, nbytes, seq = HEADER.unpack(receive(sock, bytearray(HEADER.size), wait))
+        """Receive one response; after a TimeoutError, as much of it as came stays received."""
+        sock, frames = self._connected(), self._frames
+        while True:
+            try:
+                if frames.receive(self._place):
+                    break
+            except BlockingIOError:
+                _wait(sock, deadline)
+        _, seq, _ = frames.take()
+        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+
+    def _place(self, kind: int, nbytes: int, seq: int) -> memoryview:
         if kind != STEP or nbytes > self.region.layout.response_bytes:
             raise ConnectionResetError("the shard said goodbye")
-        receive(sock, self.region.response(seq)[:nbytes], wait)
-        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+        return self.region.response(seq)[:nbytes]
 
     @override
     def check(self) -> None:

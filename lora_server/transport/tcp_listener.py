@@ -7,7 +7,6 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable
 from functools import partial
 
 from typing_extensions import override
@@ -18,9 +17,9 @@ from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.timings import Timings
 from lora_server.transport.address import listen
 from lora_server.transport.base import Connection, DeviceMemory, Grant, Port, pin
-from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
+from lora_server.transport.frames import BYE, DIRECT_BYTES, MESSAGE, STEP, FrameReceiver, Outbox, frame
 from lora_server.transport.mapping import Mapping
-from lora_server.transport.tls import ShardCertificate, Stream, TlsSocket
+from lora_server.transport.tls import ShardCertificate, TlsSocket
 from lora_server.transport.unauthenticated import Acceptor, UnauthenticatedPeer
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Refused, Welcome, proves
@@ -29,48 +28,13 @@ from lora_server.wire.region import Region
 MAX_UNAUTHENTICATED = 256  # connections that have not proved a lease yet
 
 
-class _FrameReceiver:
-    """Receives one frame after the other, each payload straight into the memory where it belongs."""
-
-    def __init__(self, sock: Stream) -> None:
-        self._socket = sock
-        self._header = bytearray(HEADER.size)
-        self._left = memoryview(self._header)
-        self._payload: memoryview | None = None
-        self._kind = self._seq = 0
-
-    def receive(self, place: Callable[[int, int, int], memoryview]) -> bool:
-        """Receive what is there, up to the end of a frame; return whether one is complete. Raises OSError.
-
-        `place(kind, nbytes, seq)` names the memory for a payload, or raises ProtocolError.
-        """
-        while True:
-            if not self._left:
-                if self._payload is not None:
-                    return True
-                self._kind, nbytes, self._seq = HEADER.unpack(self._header)
-                self._left = self._payload = place(self._kind, nbytes, self._seq)
-                continue
-            received = self._socket.recv_into(self._left)
-            if not received:
-                raise ConnectionResetError("the client is gone")
-            self._left = self._left[received:]
-
-    def take(self) -> tuple[int, int, memoryview]:
-        """Return the complete frame's kind, seq and payload, and expect the next."""
-        assert self._payload is not None
-        taken = self._kind, self._seq, self._payload
-        self._payload, self._left = None, memoryview(self._header)
-        return taken
-
-
 class _TcpPeer(UnauthenticatedPeer):
     """The shard's end of a socket; it has proved a lease once `connection` is set."""
 
     def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock) -> None:
         super().__init__(sock, certificate, clock)
         self.connection: _TcpConnection | None = None
-        self.frames = _FrameReceiver(self.socket)
+        self.frames = FrameReceiver(self.socket)
         self.outbox = Outbox(self.socket)
         self.lock = threading.Lock()  # the outbox, and writes to the socket
         self.closing = False

@@ -195,19 +195,21 @@ class AdapterVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uri: _Optional[str] = ..., added: _Optional[float] = ..., listed: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("instance", "served_names", "place", "slo_class")
+    __slots__ = ("instance", "served_names", "place", "slo_class", "pushes")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
     instance: str
     served_names: _containers.RepeatedScalarFieldContainer[str]
     place: Place
     slo_class: str
-    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., slo_class: _Optional[str] = ...) -> None: ...
+    pushes: bool
+    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., slo_class: _Optional[str] = ..., pushes: bool = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation", "slo_class", "base_weights")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation", "slo_class", "base_weights", "replicas", "replica", "failover_us")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,9 @@ class Lease(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     BASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    FAILOVER_US_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -244,7 +249,10 @@ class Lease(_message.Message):
     generation: int
     slo_class: str
     base_weights: str
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., base_weights: _Optional[str] = ...) -> None: ...
+    replicas: int
+    replica: int
+    failover_us: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., base_weights: _Optional[str] = ..., replicas: _Optional[int] = ..., replica: _Optional[int] = ..., failover_us: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("world", "rank", "size", "uid", "slots")
@@ -295,18 +303,22 @@ class Proof(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("proof", "settled")
+    __slots__ = ("proof", "settled", "lacking")
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
     proof: Proof
     settled: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
+    lacking: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("forgot",)
+    __slots__ = ("forgot", "endpoints")
     FORGOT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     forgot: bool
-    def __init__(self, forgot: bool = ...) -> None: ...
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, forgot: bool = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("proof", "unanswered")
@@ -503,7 +515,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "stats", "lost_since")
+    __slots__ = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "stats", "lost_since", "replica")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     EP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -513,6 +525,7 @@ class ShardStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     LOST_SINCE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     shard: int
     stage: int
     ep_rank: int
@@ -522,10 +535,11 @@ class ShardStatus(_message.Message):
     restarts: int
     stats: ShardStats
     lost_since: float
-    def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., lost_since: _Optional[float] = ...) -> None: ...
+    replica: int
+    def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., lost_since: _Optional[float] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining", "replicas", "degraded")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -546,6 +560,8 @@ class StatusReply(_message.Message):
     LOADING_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASSES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -566,7 +582,9 @@ class StatusReply(_message.Message):
     loading: _containers.RepeatedCompositeFieldContainer[LoadingStatus]
     slo_classes: _containers.RepeatedCompositeFieldContainer[SloClassStatus]
     draining: _containers.RepeatedCompositeFieldContainer[DrainingStatus]
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ...) -> None: ...
+    replicas: int
+    degraded: str
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class DrainingStatus(_message.Message):
     __slots__ = ("name", "version", "clients", "serves")

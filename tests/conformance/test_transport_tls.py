@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lora_server.access.certificate import shard_certificate
-from lora_server.errors import ShardUnavailableError
+from lora_server.errors import ShardUnavailableError, StepTimeoutError
 from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.timings import Timings
 from lora_server.transport.address import parse, readable
@@ -37,10 +37,13 @@ def shard(tmp_path, clock):
 
 
 class Relay:
-    """Passes on what either side sends, and keeps all of it; what `spoils` sends it changes."""
+    """Passes on what either side sends, and keeps all of it; what `spoils` sends it changes. While `flows` is not set,
+    it holds half of what the shard sends back."""
 
     def __init__(self, stack, to):
         self._to, self.heard, self.spoils = to, bytearray(), ""
+        self.flows, self.held = threading.Event(), threading.Event()
+        self.flows.set()
         self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
         self._threads = []
@@ -63,6 +66,12 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self.heard += data
+                if who == "shard" and not self.flows.is_set():
+                    half = len(data) // 2
+                    target.sendall(data[:half])
+                    self.held.set()
+                    self.flows.wait(SECONDS)
+                    data = data[half:]
                 target.sendall(data if self.spoils != who else data[:-1] + bytes([data[-1] ^ 1]))
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
@@ -73,6 +82,25 @@ class Relay:
         for thread in self._threads:
             thread.join(SECONDS)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_a_wait_that_ended_in_the_middle_of_an_answer_goes_on(kind, tmp_path):
+    with contextlib.ExitStack() as stack:
+        shard = stack.enter_context(echo_shard(kind, tmp_path))
+        relay = Relay(stack, shard.listener.address)
+        client = shard.client(1, at=relay.address)
+        client.step()
+        relay.flows.clear()
+        seq = client.push(LAYOUT.response_bytes)
+        assert relay.held.wait(SECONDS)
+        with pytest.raises(StepTimeoutError):
+            client.link.wait(seq, time.monotonic() + 0.05)
+        client.link.check()
+        relay.flows.set()
+        client.check(seq)
+        client.step()
+        client.link.close()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls"])

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,23 @@ def test_layers_experts_and_dense_sites_are_balanced(placement: Placement):
         shards = range(stage * layout.ep, (stage + 1) * layout.ep)
         dense = [sum(model.is_dense(site) for site in placement.sites(shard)) for shard in shards]
         assert max(dense) - min(dense) <= 1
+
+
+@given(placements(), st.integers(1, 4), st.integers(0, 4))
+def test_twins_own_the_same_and_are_on_different_nodes(placement: Placement, replicas: int, more: int):
+    layout = replace(placement.layout, replicas=replicas)
+    replicated = replace(placement, layout=layout)
+    for shard in range(layout.num_shards):
+        first = shard % layout.width
+        assert set(replicated.sites(shard)) == set(placement.sites(first))
+        assert (layout.stage(shard), layout.ep_rank(shard)) == (layout.stage(first), layout.ep_rank(first))
+    for site in placement.spec.sites():
+        for expert in range(placement.spec.experts_at(site)):
+            (owner,) = placement.owners(site, expert)
+            assert replicated.owners(site, expert) == tuple(layout.twins(owner))
+    nodes = min(replicas + more, layout.num_shards)
+    blocks = [share(layout.num_shards, nodes, node) for node in range(nodes)]
+    assert all(len({shard % layout.width for shard in block}) == len(block) for block in blocks)
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

@@ -189,6 +189,11 @@ class AdmissionService:
                 handle.commands.tell(pb.ShardCommand(uses=pb.Uses(holds=[holds])))
             self.admit()
 
+    def is_behind(self, shard: int) -> bool:
+        """Return whether a shard still loads what is in use, and a twin of it has it."""
+        with self._changed:
+            return self._sync.residency.is_behind(shard, self.queue.capacity.active)
+
     def admit(self, moved: Sequence[pb.Residency] = ()) -> None:
         """Look at the tickets again. `moved`: a shard's report of what it loaded, measured or could not load."""
         failed = {one.handle: rebuild(one.error_code, one.error) for one in moved if one.error_code}

@@ -2,4 +2,5 @@
 
 shards     shards that are up, commands to them     agreement  settings that all nodes must share
 leases     clients, and when their leases expire    world      places of processes in NVSHMEM's world
+twins      connections to shards of which another replica has the same
 """

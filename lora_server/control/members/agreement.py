@@ -25,6 +25,7 @@ class Agreement:
     wire: Wire = "exact"
     nvshmem_clients: int = 0
     slots: int = 4
+    failover_ms: int = 1000  # matters with replicas alone
     base_weights: str = ""  # fingerprint; empty where node 0 has none: no other node needs any
     generation: int = 1  # of the placement: the server's own count, which no node chooses
 
@@ -41,10 +42,11 @@ class Agreement:
                 f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {spec.top_k}, "
                 "since one token's rows travel together"
             )
-        layout = Layout.parse(config.layout)
+        layout = config.replicated
         require_work(Placement(spec, layout))
         steps = (config.dtype, config.coordination, config.max_step_rows)
-        return cls(spec, layout, *steps, config.data_port_base, config.wire, config.nvshmem_clients, config.slots)
+        ports = config.data_port_base
+        return cls(spec, layout, *steps, ports, config.wire, config.nvshmem_clients, config.slots, config.failover_ms)
 
     def digest(self) -> str:
         """Return a hash of the agreement, which shards show when they register."""
@@ -58,6 +60,8 @@ class Agreement:
         )
         if self.nvshmem_clients:  # then links have the same places on all PEs
             flags = (*flags, self.nvshmem_clients, self.slots)
+        if self.layout.replicas > 1:
+            flags = (*flags, self.layout.replicas, self.failover_ms)
         parts = (self.spec.fingerprint(), *flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -68,6 +72,7 @@ class Agreement:
             f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, wire {self.wire}, "
             f"data-port-base {self.data_port_base or 'not given'}"
             + (f", nvshmem-clients {self.nvshmem_clients}, slots {self.slots}" if self.nvshmem_clients else "")
+            + (f", replicas {self.layout.replicas}, failover-ms {self.failover_ms}" if self.layout.replicas > 1 else "")
         )
 
 
@@ -76,10 +81,10 @@ def require_work(placement: Placement) -> None:
     spec, layout = placement.spec, placement.layout
     most_stages = min(layout.pp, spec.layers)
     widths = [placement.stage_width(stage) for stage in range(most_stages)]
-    idle = layout.num_shards - sum(min(layout.ep, width) for width in widths)
+    idle = layout.width - sum(min(layout.ep, width) for width in widths)
     if idle:
         raise ConfigError(
-            f"--layout: got {layout}, in which {idle} of {layout.num_shards} shards would own nothing; expected, for "
+            f"--layout: got {layout}, in which {idle} of {layout.width} shards would own nothing; expected, for "
             f"{spec.name}, at most pp{spec.layers} (its layers) and, with pp{most_stages}, at most ep{min(widths)} "
             "(the experts of a layer, or the dense sites of a stage): give fewer shards"
         )

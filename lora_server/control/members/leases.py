@@ -31,6 +31,8 @@ class ClientLease:
     token: str = ""  # the id of what it joined with
     slo_class: str = ""
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
+    grant: pb.Grant | None = None  # as shards were sent it
+    replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
     calls: Counts = field(default_factory=Counts)
 
     @property
@@ -84,8 +86,15 @@ class Leases:
                 return False
             whose = grant.tenant, grant.token, grant.slo_class
             lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names, *whose)
+            lease.grant = grant
             self._leases[client] = lease
             return True
+
+    def prefer(self, lease: ClientLease, replicas: int) -> None:
+        """Let the steps of a client prefer the replica that the fewest others prefer."""
+        with self._lock:
+            taken = [one.replica for one in self._leases.values()]
+            lease.replica = min(range(replicas), key=taken.count)
 
     def serving(self, name: str, tenant: str = "") -> str | None:
         """Return the instance of a client with a base model of this name, of this tenant or the operator; None if there

@@ -25,6 +25,7 @@ class PendingCommand:
     then: Callable[[LoraServerError | None], None] | None = None
     finished: threading.Event = field(default_factory=threading.Event)
     error: LoraServerError | None = None
+    is_needless = False  # the shard died, and its twin is up
 
     def finish(self, error: LoraServerError | None) -> None:
         """Record the outcome, call `then` with it, and wake the threads that wait for it."""
@@ -43,7 +44,7 @@ class CommandQueue:
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._is_needless = False
 
     def send(
         self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None
@@ -56,6 +57,7 @@ class CommandQueue:
                 command.id = next(self._ids)
                 self._pending[command.id] = pending
         if closed:
+            pending.is_needless = self._is_needless
             pending.finish(self._death())
         else:
             self._commands.put(command)
@@ -72,12 +74,13 @@ class CommandQueue:
         if pending is not None:
             pending.finish(rebuild(done.code, done.message) if done.code else None)
 
-    def close(self) -> None:
+    def close(self, twin_is_up: bool = False) -> None:
         """Fail all pending commands, since the stream ended."""
         with self._lock:
-            self._closed = True
+            self._closed, self._is_needless = True, twin_is_up
             pending, self._pending = list(self._pending.values()), {}
         for waiting in pending:
+            waiting.is_needless = twin_is_up
             waiting.finish(self._death())
         self._commands.put(None)
 
@@ -128,13 +131,13 @@ class ShardTable:
         generation: int = 1,
     ) -> None:
         """`generation`: of the placement that the shards of this table are claimed for."""
-        self._layout, self._coordination, self.generation = layout, coordination, generation
+        self.layout, self._coordination, self.generation = layout, coordination, generation
         self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
         self._ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
         self.restarts: dict[int, int] = dict.fromkeys(range(layout.num_shards), -1)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
 
     def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
         """Add a shard that registered, and give it a claim. Raises LeaseError if it was replaced while it was away or
@@ -198,8 +201,20 @@ class ShardTable:
             if current:
                 del self._live[handle.shard]
                 self._ranks[handle.shard].lost = None if handle.leaving else handle
-        handle.commands.close()
+            twin_is_up = any(twin in self._live for twin in self.layout.twins(handle.shard))
+        handle.commands.close(twin_is_up)
         return current
+
+    def end_silent(self, seconds: float) -> None:
+        """End the streams of shards that are silent for so long, if a twin is heard. One that was only stopped
+        registers again."""
+        with self._guard:
+            now = self._clock.now()
+            heard = {shard for shard, handle in self._live.items() if now - handle.heard <= seconds}
+            silent = [handle for shard, handle in self._live.items() if shard not in heard]
+        for handle in silent:
+            if heard.intersection(self.layout.twins(handle.shard)):
+                handle.commands.close(twin_is_up=True)
 
     def live(self) -> dict[int, ShardHandle]:
         """Return the shards that are up, by number."""
@@ -215,7 +230,7 @@ class ShardTable:
     def missing(self) -> list[int]:
         """Return the shards that cannot serve now; in leader mode also leaders that lack followers."""
         with self._guard:
-            return self._missing()
+            return [shard for shard in range(self.layout.num_shards) if not self._is_up(shard)]
 
     def lost(self) -> dict[int, tuple[ShardHandle, float]]:
         """Return the shards that ended without notice, or are silent, and when each was last heard (time.time())."""
@@ -225,26 +240,26 @@ class ShardTable:
             ago = self._clock.time() - self._clock.now()
             return {shard: (handle, ago + handle.heard) for shard, handle in (gone | silent).items()}
 
-    def _missing(self) -> list[int]:
-        return [shard for shard in range(self._layout.num_shards) if not self._is_up(shard)]
-
     def _is_up(self, shard: int) -> bool:
         handle = self._live.get(shard)
         if handle is None or self._is_silent(handle):
             return False
-        leads = self._coordination == "leader" and self._layout.ep_rank(shard) == 0
-        return not leads or handle.stats.followers >= self._layout.ep - 1
+        leads = self._coordination == "leader" and self.layout.ep_rank(shard) == 0
+        return not leads or handle.stats.followers >= self.layout.ep - 1
 
     def _is_silent(self, handle: ShardHandle) -> bool:
         """Return whether a shard is silent for so long that it cannot be serving (stopped, or its host is gone)."""
         return self._clock.now() - handle.heard > self._silence_seconds
 
     def require_up(self) -> dict[int, ShardHandle]:
-        """Return all shards, by number; raises ServerUnavailableError naming those that are not up. Never waits."""
+        """Return the shards that are up, by number. Never waits.
+
+        Raises ServerUnavailableError naming those that are not up and have no twin that is.
+        """
         with self._guard:
-            if self._missing():
+            if unserved := self.layout.unserved(self.missing()):
                 raise ServerUnavailableError(
-                    f"shards {self._missing()} of {self._layout} are not up; "
+                    f"shards {unserved} of {self.layout} are not up; "
                     "the server is starting or restarting them: try again"
                 )
             return dict(sorted(self._live.items()))
@@ -270,5 +285,5 @@ def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:
     for command in pending:
         if not command.finished.wait(max(0.0, deadline - time.monotonic())):
             raise ServerUnavailableError(f"shard {command.shard}: {what} did not finish within {seconds:g} s")
-        if command.error is not None:
+        if command.error is not None and not command.is_needless:
             raise command.error

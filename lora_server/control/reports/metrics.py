@@ -71,7 +71,10 @@ class ControllerCollector(Collector):
         for shard, count in controller.shards.restarts.items():
             up.add_metric([str(shard)], float(shard not in missing))
             restarts.add_metric([str(shard)], max(0, count))
-        yield from (up, restarts)
+        degraded = GaugeMetricFamily(
+            "lora_server_degraded_shards", "Shards that are down while their twins serve", len(controller.degraded)
+        )
+        yield from (up, restarts, degraded)
         for name, text, device, host in _POOLS:
             pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
             for shard, stats in reported.items():

@@ -21,11 +21,14 @@ MOST_DRAINING = 100  # versions, and clients of each
 def status(controller: Controller) -> pb.StatusReply:
     """Return the whole status as it is now."""
     adapters = controller.adapters
+    down, layout = controller.degraded, controller.agreement.layout
     reason, refused, queue = controller.not_ready(), adapters.catalog.refusals.listed(), adapters.admission.queue
     return pb.StatusReply(
         model=controller.agreement.spec.name,
-        layout=str(controller.agreement.layout),
+        layout=str(layout),
         generation=controller.agreement.generation,
+        replicas=layout.replicas,
+        degraded=f"shards {down} are down; their twins serve" if down else "",
         ready=not reason,
         reason=reason,
         refused=[refusal(one) for one in refused[:MOST_REFUSED]],
@@ -84,6 +87,7 @@ def _shards(controller: Controller) -> list[pb.ShardStatus]:
     live, missing, lost = controller.shards.live(), set(controller.shards.missing()), controller.shards.lost()
     for shard, count in controller.shards.restarts.items():
         row = pb.ShardStatus(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
+        row.replica = shard // layout.width
         row.state = "starting" if shard in missing else "up"
         row.restarts = max(0, count)
         if shard in live:

@@ -241,5 +241,6 @@ def cut_status(scope: Scope, status: pb.StatusReply) -> pb.StatusReply:
     kept = pb.StatusReply(model=status.model, layout=status.layout, ready=status.ready, run=status.run)
     kept.reason, kept.adapters = "" if status.ready else "not ready", scope.num_seen
     for shard in status.shards:
-        kept.shards.add(shard=shard.shard, stage=shard.stage, ep_rank=shard.ep_rank, state=shard.state)
+        place = {"stage": shard.stage, "ep_rank": shard.ep_rank, "replica": shard.replica}
+        kept.shards.add(shard=shard.shard, **place, state=shard.state)
     return kept

@@ -126,7 +126,7 @@ class ClientsService:
                 "world can write to every other's memory; attach with transport='tcp'"
             )
         whose = who.tenant, who.token, tenant.weight
-        lease, live = self._clients.join(request.instance, request.served_names, *whose, asked, slo)
+        lease, live = self._clients.join(request.instance, request.served_names, *whose, asked, slo, request.pushes)
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
         catalog = self._controller.adapters.catalog
@@ -151,14 +151,20 @@ class ClientsService:
             slo_class=lease.slo_class,
             generation=agreement.generation,
             base_weights=agreement.base_weights,
+            replicas=agreement.layout.replicas,
+            replica=max(0, lease.replica),
+            failover_us=agreement.failover_ms * 1000,
         )
 
     def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:
         return self._clients.place_of(self._own(request, who))
 
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
-        forgot = self._clients.heartbeat(self._own(request, who), request.settled)
-        return pb.HeartbeatReply(forgot=forgot)
+        proof = self._own(request, who)
+        forgot = self._clients.heartbeat(proof, request.settled)
+        up = self._clients.twins.offer(proof.client, request.lacking)
+        level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
+        return pb.HeartbeatReply(forgot=forgot, endpoints=[one.registration.endpoint for one in level])
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
         self._clients.leave(self._own(request, who), request.unanswered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lora_server.placement import Placement
@@ -31,13 +31,26 @@ class ResidencyTable:
 
     def __init__(self, placement: Placement) -> None:
         self._placement, layout = placement, placement.layout
-        stages = ([one for one in layout.stage_shards(stage) if placement.layers(one)] for stage in range(layout.pp))
         self.num_shards = layout.num_shards
-        self._owned = {shard: len(placement.layers(shard)) for shard in range(layout.num_shards)}
-        self._owning = [shards for shards in stages if shards]
-        self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
+        self._layers = {shard: len(placement.layers(shard)) for shard in range(layout.num_shards)}
+        self._owned: dict[int, int] = {}  # of these, the shards that count
+        self._owning: list[list[int]] = []  # that own any, by stage
+        self._all = 0
         self._adapters: dict[int, ResidencyRow] = {}
         self._lock = threading.RLock()
+        self.set_idle(())
+
+    def set_idle(self, shards: Collection[int]) -> None:
+        """Forget what these have: an adapter is complete without them."""
+        layout = self._placement.layout
+        with self._lock:
+            for shard in shards:
+                self.forget_shard(shard)
+            self._owned = {shard: layers for shard, layers in self._layers.items() if shard not in shards}
+            owning = [shard for shard, layers in self._owned.items() if layers]
+            stages = ([one for one in owning if layout.stage(one) == stage] for stage in range(layout.pp))
+            self._owning = [stage for stage in stages if stage]
+            self._all = sum(min(map(self._owned.__getitem__, stage)) for stage in self._owning)
 
     def report(self, shard: int, one: pb.Residency) -> None:
         """Replace what a shard has of an adapter."""
@@ -95,6 +108,15 @@ class ResidencyTable:
         with self._lock:
             return bool(self._of(handle).remote)
 
+    def is_behind(self, shard: int, handles: Iterable[int]) -> bool:
+        """Return whether a shard lacks layers of one of these that a twin has completely."""
+        layers, others = self._layers[shard], [one for one in self._placement.layout.twins(shard) if one != shard]
+        with self._lock:
+            ready = [self._of(handle).layers for handle in handles]
+            return any(
+                one.get(shard, 0) < layers and any(one.get(other, 0) == layers for other in others) for one in ready
+            )
+
     def on(self, handle: int, shard: int) -> tuple[bool, bool]:
         """Return whether a shard has layers of an adapter, and whether it is loading it."""
         with self._lock:
@@ -104,11 +126,11 @@ class ResidencyTable:
     def by_shard(self, handle: int) -> list[tuple[int, int, int, int, bool]]:
         """Return, by shard: its number, layers that are READY, in the host pool, owned; whether its disk has none."""
         with self._lock:
-            found, placement = self._of(handle), self._placement
+            found = self._of(handle)
             ready, host = found.layers, found.host_layers
             return [
-                (one, ready.get(one, 0), host.get(one, 0), len(placement.layers(one)), one in found.remote)
-                for one in range(self.num_shards)
+                (one, ready.get(one, 0), host.get(one, 0), layers, one in found.remote)
+                for one, layers in self._layers.items()
             ]
 
     def lacking(self, handle: int) -> list[int]:
@@ -129,7 +151,7 @@ class ResidencyTable:
                 return "failed"
             if self._on_all(found.layers) == self._all:
                 return "ready"
-            if prewarmed or found.loading or len(found.known) < self.num_shards:
+            if prewarmed or found.loading or not found.known >= self._owned.keys():
                 return "loading"
             device, host = found.layers, found.host_layers
             if self._on_all({shard: max(device.get(shard, 0), host[shard]) for shard in host}) == self._all:

@@ -164,6 +164,7 @@ class ShardSync:
         Before all shards have registered no shard's lack is known: see `settle`.
         """
         with self.lock:
+            self.count()
             self.residency.forget_shard(handle.shard)
             for record in self._catalog.records():
                 self._note(record, handle.shard)
@@ -178,6 +179,14 @@ class ShardSync:
                 self._load_all_on(handle)
             if self._start.registered.is_set():
                 handle.commands.send(pb.ShardCommand(refused=self._catalog.refusals.tell()))
+
+    def count(self) -> None:
+        """Let adapters be complete without the shards that are down while their twins are up."""
+        layout, live = self.shards.layout, self.shards.live().keys()
+        idle = {one for one in range(layout.num_shards) if one not in live and live & set(layout.twins(one))}
+        with self.lock:
+            self.residency.set_idle(idle)
+            self.sizes.set_idle(idle)
 
     def settle(self) -> None:
         """Give each shard what others kept and it did not, once all of them have said what they keep."""

@@ -25,6 +25,12 @@ class PoolSizes:
             if nbytes:
                 self._capacity[shard] = nbytes
 
+    def set_idle(self, shards: Iterable[int]) -> None:
+        """Let these limit nothing, until their size is set again."""
+        with self._lock:
+            for shard in shards:
+                self._capacity.pop(shard, None)
+
     def set_size(self, handle: int, shard: int, nbytes: int) -> None:
         """Set what an adapter takes on a shard."""
         with self._lock:

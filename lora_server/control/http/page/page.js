@@ -98,7 +98,7 @@ function loads(stats) {
 
 function card(shard, past, seconds) {
   const made = element("article", "", "shard"), title = element("h3");
-  title.append(element("span", `shard ${shard.shard}`));
+  title.append(element("span", shard.replica ? `shard ${shard.shard}, replica ${shard.replica}` : `shard ${shard.shard}`));
   const since = shard.lost_since ? ` since ${new Date(1e3 * shard.lost_since).toLocaleTimeString()}` : "";
   title.append(element("span", shard.state + since, shard.state === "up" ? "state up" : "state down"));
   made.append(title);
@@ -174,9 +174,10 @@ function tenants(rows) {
 function write(now) {
   document.title = `${now.ready ? "●" : "○"} lora-server ${now.model}`;
   at("model").textContent = now.model;
-  at("layout").textContent = now.layout;
-  at("ready").textContent = now.ready ? "ready" : `not ready: ${now.reason}`;
-  at("ready").className = now.ready ? "state up" : "state down";
+  at("layout").textContent = now.replicas > 1 ? `${now.layout}, ${now.replicas} replicas` : now.layout;
+  const served = now.degraded ? `ready, degraded: ${now.degraded}` : "ready";
+  at("ready").textContent = now.ready ? served : `not ready: ${now.reason}`;
+  at("ready").className = now.ready && !now.degraded ? "state up" : "state down";
   const seconds = before ? (now.seconds - before.seconds) : 0;
   totals(now);
   shards(now, seconds);

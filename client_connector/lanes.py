@@ -1,0 +1,152 @@
+"""The lanes of a client: of every shard one, with a link and the numbers of its steps; where there are replicas, one to
+each of the shard's twins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from client_connector.twins import TwinLinks
+from lora_server.errors import LoraServerError, StepError, StepTimeoutError
+from lora_server.placement import Layout
+from lora_server.transport.base import Link
+
+log = structlog.get_logger()
+
+
+class Lane:
+    """A link to one shard, with the sequence numbers of the steps on it. Used by one thread at a time.
+
+    As a context manager: an error inside means that client and shard may no longer agree on seqs, so
+    the lane is broken, and with it the session, unless the shard has a twin.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.shard = link.shard
+        self.depth = link.region.layout.depth
+        self.pushed = 0
+        self.consumed = 0  # seq of the newest response that was consumed
+        self.broken: LoraServerError | None = None
+        self.is_silent = False  # a step went to a twin, since this lane had no answer; it may have one later
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.broken is None:
+            self.broken = (
+                error
+                if isinstance(error, StepError)
+                else StepError(f"an earlier step was interrupted by {error!r}; the next request joins anew")
+            )
+
+    def drain(self, deadline: float) -> None:
+        """Consume what a failed exchange left behind."""
+        if self.consumed < self.pushed:
+            self.link.wait(self.pushed, deadline)
+            self.consumed = self.pushed
+
+    def look(self) -> None:
+        """Find out whether the lane is broken, or has answered at last. Never waits."""
+        if self.broken is not None:
+            return
+        try:
+            if not self.is_silent:
+                self.link.check()
+                return
+            self.drain(0.0)
+            self.is_silent = False
+        except StepTimeoutError:
+            return
+        except LoraServerError as error:
+            self.broken = error
+
+    @property
+    def is_good(self) -> bool:
+        """Whether steps may take this lane."""
+        return self.broken is None and not self.is_silent
+
+
+class ShardLanes:
+    """The lane that the steps for each shard take. For the thread that starts them.
+
+    It is the one to the replica that this client prefers. When that breaks, or had no answer for `failover` seconds,
+    steps take a twin's lane, until the preferred one has answered or is connected again.
+    """
+
+    def __init__(self, links: Iterable[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
+        """`twins`: where there are replicas, what connects lost links again."""
+        self._twins, self._width = twins, layout.width
+        self.failover = twins.failover if twins is not None else 0.0
+        self._lanes: list[list[Lane]] = [[] for _ in range(layout.width)]  # by shard: the preferred one first
+        for link in links if twins is None else twins.take():
+            self._add(link)
+        self._chosen = [lanes[0] for lanes in self._lanes if lanes]
+        self._is_unsettled = False  # a lane is lost or silent, or another one came
+
+    def _add(self, link: Link) -> None:
+        lanes, first = self._lanes[link.shard % self._width], self._twins.replica if self._twins is not None else 0
+        lanes.append(Lane(link))
+        lanes.sort(key=lambda lane: (lane.shard // self._width != first, lane.shard))
+
+    def __getitem__(self, shard: int) -> Lane:
+        return self._chosen[shard % self._width]
+
+    @property
+    def broken(self) -> LoraServerError | None:
+        """Why a shard cannot be reached any more; None if each can."""
+        for lane in self._chosen:
+            if lane.broken is not None and all(one.broken is not None for one in self._lanes_of(lane)):
+                return lane.broken
+        return None
+
+    def _lanes_of(self, lane: Lane) -> list[Lane]:
+        return self._lanes[lane.shard % self._width]
+
+    def look(self) -> None:
+        """Find out which links are gone."""
+        for lanes in self._lanes:
+            for lane in lanes:
+                lane.look()
+
+    def settle(self) -> None:
+        """Choose the lane of each shard anew, if any has changed. Call it before an exchange."""
+        if self._twins is None:
+            return
+        arrived = self._twins.take()
+        for link in arrived:
+            self._add(link)
+        if not (arrived or self._is_unsettled or any(lane.broken is not None for lane in self._chosen)):
+            return
+        for shard, lanes in enumerate(self._lanes):
+            for lane in lanes:
+                if lane.is_silent:
+                    lane.look()
+            for lane in [lane for lane in lanes if lane.broken is not None]:
+                if len(lanes) > 1:
+                    lanes.remove(lane)
+                    self._twins.part(lane.link)
+            self._chosen[shard] = next((lane for lane in lanes if lane.is_good), lanes[0])
+        self._is_unsettled = any(not lane.is_good for lanes in self._lanes for lane in lanes)
+
+    def has_spare(self, lane: Lane) -> bool:
+        """Return whether a shard has another lane that looks good."""
+        return self._twins is not None and any(one.is_good for one in self._lanes_of(lane) if one is not lane)
+
+    def replace(self, lane: Lane, error: LoraServerError) -> Lane:
+        """Choose a twin's lane instead of one that failed with `error`; raises that where there is none."""
+        for spare in self._lanes_of(lane):
+            if spare is not lane and spare.is_good:
+                spare.look()
+                if spare.is_good:
+                    break
+        else:
+            raise error
+        if isinstance(error, StepTimeoutError):
+            lane.broken, lane.is_silent = None, True
+        self._chosen[lane.shard % self._width], self._is_unsettled = spare, True
+        if not lane.is_good:
+            log.warning("steps go to a shard's twin", shard=lane.shard, twin=spare.shard, why=str(error))
+        return spare

@@ -1,0 +1,155 @@
+"""`--replicas 2`, on two nodes of one host, under engines that check every answer: one of twins may always fail."""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from client_connector.transformers import attach
+from lora_server.demo.engine import generate
+from tests.support.fleet import Fleet, now
+from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, until
+from tests.support.workload import NEW_TOKENS
+
+SHARDS = 4  # ep2, twice
+FLAGS = ("--layout", "ep2-pp1", "--replicas", "2", "--device-pool", "64MiB", "--failover-ms", "400")
+
+
+class TwinNodes(Nodes):
+    """Shards 0 and 1 on node 0, their twins 2 and 3 on node 1."""
+
+    def __init__(self, directory, load):
+        super().__init__(directory, *flags(load, *FLAGS))
+        self.first = self.start()
+        self.second = self.start()
+
+    def shards(self):
+        return status(self.first.address).shards
+
+    def degraded(self):
+        return status(self.first.address).degraded
+
+    def steps(self, shard):
+        return self.shards()[shard].stats.steps
+
+    def wait_spread(self):
+        """Wait until every shard serves steps that it had not served before."""
+        before = [(one.pid, one.stats.steps) for one in self.shards()]
+
+        def spread():
+            rows = self.shards()
+            return all(
+                one.stats.steps > (steps if one.pid == pid else 0)
+                for one, (pid, steps) in zip(rows, before, strict=True)
+            )
+
+        until(spread, "all shards serve steps")
+        assert self.degraded() == ""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, load):
+    with TwinNodes(tmp_path_factory.mktemp("replicas"), load) as it:
+        it.first.wait_ready()
+        until(lambda: it.degraded() == "", "the other node is up")
+        yield it
+        assert it.stop() == [0, 0]
+
+
+@contextmanager
+def undisturbed(nodes, load, scratch):
+    """Engines by shared memory and by TCP, that see no failure while the block runs, and use all shards after it."""
+    with Fleet(load, nodes.first.address, scratch, ("shm", "tcp")) as fleet:
+        fleet.all_right_again(now())
+        nodes.wait_spread()
+        yield fleet
+        until(lambda: nodes.degraded() == "", "the twin is back")
+        nodes.wait_spread()
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
+
+
+def test_clients_are_spread_over_replicas(nodes, load, tmp_path):
+    with undisturbed(nodes, load, tmp_path):
+        reply = status(nodes.first.address)
+        assert [(one.stage, one.ep_rank, one.replica, one.node) for one in reply.shards] == [
+            (0, 0, 0, 0),
+            (0, 1, 0, 0),
+            (0, 0, 1, 1),
+            (0, 1, 1, 1),
+        ]
+        assert (reply.replicas, reply.ready) == (2, True)
+
+
+def test_a_killed_shard_fails_no_request(nodes, load, tmp_path):
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        for shard in (0, 3):
+            killed = psutil.Process(nodes.shards()[shard].pid)
+            killed.kill()
+            all_gone([killed])
+            fleet.all_right_again(now())
+            until(lambda shard=shard, pid=killed.pid: nodes.shards()[shard].pid not in (0, pid), "it is restarted")
+            until(lambda: nodes.degraded() == "", "its twin is back")
+            nodes.wait_spread()
+
+
+def test_a_stopped_shard_fails_no_request(nodes, load, tmp_path):
+    """Also requests for adapters that come while it is stopped, and when it goes on."""
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        pid = nodes.shards()[2].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            fleet.all_right_again(now())
+            until(lambda: nodes.degraded() == "shards [2] are down; their twins serve", "the server has noticed")
+            assert nodes.first.get("/readyz") == (200, "ok\n")
+            assert "lora_server_degraded_shards 1.0" in nodes.first.get("/metrics")[1]
+            added = ask(nodes.first.address, "Add", name="late", uri=str(load.paths["qv"]))
+            assert added.name == "late"
+            with attach(load.model, nodes.first.address, timeout_seconds=HANG_SECONDS) as lora:
+                assert answers(lora, load, "late", "qv")
+                fleet.all_right_again(now())
+                os.kill(pid, signal.SIGCONT)
+                until(lambda: nodes.degraded() == "", "it has registered again")
+                assert answers(lora, load, "late", "qv")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert nodes.shards()[2].pid == pid
+    ask(nodes.first.address, "Remove", name="late")
+
+
+def test_a_killed_node_fails_no_request(nodes, load, tmp_path):
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        kill(nodes.all.pop())
+        until(lambda: nodes.degraded() == "shards [2, 3] are down; their twins serve", "the server has noticed")
+        assert [one.state for one in nodes.shards()] == ["up", "up", "lost", "lost"]
+        fleet.all_right_again(now())
+        assert nodes.first.get("/readyz") == (200, "ok\n")
+        nodes.second = nodes.start()
+
+
+def test_a_killed_controller_finds_both_replicas_again(nodes, load, tmp_path):
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        before, run = status(nodes.first.address).pid, status(nodes.first.address).run
+        os.kill(before, signal.SIGKILL)
+        nodes.first.wait_ready()
+        fleet.all_right_again(now())
+        reply = status(nodes.first.address)
+        assert reply.pid != before and reply.run == run
+
+
+def test_both_twins_gone_is_a_typed_error_until_one_is_back(nodes, load, tmp_path):
+    with Fleet(load, nodes.first.address, tmp_path, ("shm", "tcp")) as fleet:
+        fleet.all_right_again(now())
+        stopped = [nodes.shards()[shard].pid for shard in (1, 3)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not {one.pid for one in nodes.shards()} & {*stopped, 0}, "both are restarted")
+        fleet.all_right_again(now())
+        assert fleet.check()["right"]
+    until(lambda: nodes.degraded() == "", "both are up")
+    with attach(load.model, nodes.first.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(load.names):
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
