@@ -16,7 +16,7 @@ MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
 WIDTHS = (390, 1280, 1920)
 LEGIBLE = 4.5  # contrast of text: WCAG 2, AA
 MEASURE = """
-const WIDTHS = %s, PAGES = %s, found = [];
+const WIDTHS = %s;
 const numbers = (color) => color.match(/[0-9.]+/g).map(Number);
 function over([r, g, b, a = 1], ground) { return [r, g, b].map((value, i) => a * value + (1 - a) * ground[i]); }
 function ground(element) {
@@ -73,20 +73,10 @@ function measure(name, frame) {
   result.texts = texts.length;
   return result;
 }
-async function all() {
-  for (const name of PAGES) {
-    const frame = document.createElement("iframe");
-    frame.style = "width: 1280px; height: 900px; border: 0";
-    const loaded = new Promise((done) => { frame.onload = done; });
-    frame.src = name;
-    document.body.append(frame);
-    await loaded;
-    found.push(measure(name, frame));
-    frame.remove();
-  }
-  document.title = JSON.stringify(found);
-}
-all();
+window.onload = () => {
+  const frames = [...document.querySelectorAll("iframe")];
+  document.title = JSON.stringify(frames.map((frame) => measure(frame.getAttribute("src"), frame)));
+};
 """
 
 
@@ -106,10 +96,11 @@ def site(tmp_path_factory):
 def test_every_page_fits_every_width_and_is_legible_in_light_and_dark(site, tmp_path):
     """Nothing makes a page wider than its window; a table of settings shows flag, default and meaning first."""
     pages = sorted(str(file.relative_to(site)) for file in site.rglob("*.html") if file.name != "404.html")
-    script = MEASURE % (json.dumps(WIDTHS), json.dumps(pages), LEGIBLE)
-    frames = site / "frames.html"
-    frames.write_text(f"<!doctype html><meta charset=utf-8><body><script>{script}</script>")
-    elements, _ = look(frames.as_uri(), tmp_path, "--allow-file-access-from-files", "--window-size=2000,1000")
+    script = MEASURE % (json.dumps(WIDTHS), LEGIBLE)
+    shown = "".join(f'<iframe src="{page}" width="1280" height="900" style="border: 0"></iframe>' for page in pages)
+    (frames := site / "frames.html").write_text(f"<!doctype html><meta charset=utf-8><script>{script}</script>{shown}")
+    flags = "--allow-file-access-from-files", "--window-size=2000,1000"
+    elements, _ = look(frames.as_uri(), tmp_path, *flags, virtual_ms=0)
     found = json.loads(unescape(re.search("<title>(.*)</title>", elements)[1]))
     assert [one["name"] for one in found] == pages and "docs/configuration.html" in pages
     assert min(one["texts"] for one in found) >= 3
