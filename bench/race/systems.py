@@ -18,6 +18,7 @@ from bench.race.load import Job, Seen
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.errors import LoraServerError
+from lora_server.merged import find_merged
 
 START_SECONDS, GRACE_SECONDS = 600.0, 600.0  # GRACE: beyond a job's own seconds
 BATCH = 32
@@ -36,13 +37,17 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class System:
-    """`kind`: base, own (vLLM's LoRA with so many `places`), ours or peft. `sites`: which adapters it serves."""
+    """`kind`: base, own (vLLM's LoRA with so many `places`), ours or peft. `sites`: which adapters it serves.
+
+    `base`: its model's directory.
+    """
 
     name: str
     kind: str
     threads: int
     places: int = 0
     sites: str = "attention"
+    base: str = "base"
 
 
 class Contestant:
@@ -50,6 +55,7 @@ class Contestant:
 
     def __init__(self, system: System, process: subprocess.Popen[bytes], answers: int, log: Path) -> None:
         self.system, self._process, self._log = system, process, log
+        self.server = ""  # the address of its LoRA server
         self._answers = os.fdopen(answers, "rb")
 
     def ask(self, job: Job) -> list[Seen]:
@@ -97,6 +103,7 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
             environment["LORA_SERVER_ADDRESS"] = server.address
         module = "peft_child" if system.kind == "peft" else "vllm_child"
         contestant = _spawn(system, module, environment, work / f"{system.name}.log")
+        contestant.server = environment.get("LORA_SERVER_ADDRESS", "")
         stack.callback(contestant.stop)
         contestant.say(msgspec.json.encode(_start(system, work, adapters)))
         yield contestant
@@ -107,7 +114,7 @@ def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any
     if system.kind == "peft":
         return {"model": str(work / "base"), "paths": paths, "threads": system.threads, "batch": BATCH}
     settings: dict[str, Any] = {
-        "model": str(work / "base"),
+        "model": str(work / system.base),
         "dtype": "float32",
         "enforce_eager": True,
         "skip_tokenizer_init": True,
@@ -122,6 +129,8 @@ def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any
         settings |= {"lora_target_modules": ATTENTION} if system.sites == "attention" else {}
     if system.kind == "ours":
         paths = dict.fromkeys(paths, "by-name")
+        if (merged := find_merged(work / system.base)) is not None:  # as vLLM's front end names it
+            paths[merged.name] = f"lora_server:{merged.name}@{merged.version}"
     return {"settings": settings, "paths": {} if system.kind == "base" else paths}
 
 
