@@ -59,7 +59,12 @@ class Candidate:
     @property
     def all_gpus(self) -> int:
         """GPUs in total: the server's, the spares and those of the LLM instances."""
-        return self.gpus + self.scenario.spare_gpus + self.scenario.engine_gpus
+        return self.gpus + self.spare_gpus + self.scenario.engine_gpus
+
+    @property
+    def spare_gpus(self) -> int:
+        """GPUs that stand by, and those of all replicas but one."""
+        return self.scenario.spares(self.gpus)
 
 
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
@@ -107,7 +112,7 @@ def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[s
         scenario.steps.served(layout),
     )
     if scenario.model.transport.one_host:
-        gpus = layout.num_shards + scenario.spare_gpus + scenario.engine_gpus
+        gpus = layout.num_shards + scenario.spares(layout.num_shards) + scenario.engine_gpus
         if gpus > scenario.model.cluster.gpus_per_node:
             yield "host"
     if slo.ttft_us <= ttft_us:

@@ -50,6 +50,9 @@ class PlanFlags(WorkloadFlags):
     gpus_per_node: Annotated[int, "GPUs of a node."] = 8
     max_gpus: Annotated[int, "Most GPUs of the LoRA Server to consider, spares included."] = 64
     spare_gpus: Annotated[int, "Standby GPUs on top, for failures; 1 is N+1."] = 0
+    replicas: Annotated[
+        int, "Copies of every shard on other nodes, the server's --replicas; all but one are spares."
+    ] = 1
     whole_nodes: Annotated[bool, "Consider whole nodes only, spares included."] = False
     instance_gpus: Annotated[
         int | None, "GPUs of an LLM instance (default: the paper's, or the fewest that hold the weights)."

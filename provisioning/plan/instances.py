@@ -71,9 +71,9 @@ def _first_accepted(scenario: Scenario, fewest: int) -> int | None:
 
 
 def _server(scenario: Scenario, instances: int) -> int:
-    """Return the fewest GPUs of a LoRA Server for so many instances; 0 if no server serves them."""
+    """Return the fewest GPUs of a LoRA Server for so many instances, all replicas; 0 if no server serves them."""
     asked = replace(scenario, instances=instances)
     for gpus in asked.gpu_counts:
         if any(accepted(asked, layout) for layout in memory.layouts(asked.model.spec, gpus, asked.model.profile)):
-            return gpus
+            return gpus * asked.replicas
     return 0

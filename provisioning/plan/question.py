@@ -51,6 +51,7 @@ class Scenario:
     coupled_routed: bool = True
     max_gpus: int = 64
     spare_gpus: int = 0
+    replicas: int = 1
     whole_nodes: bool = False
     classes: tuple[SloClass, ...] = ()
 
@@ -126,11 +127,16 @@ class Scenario:
         """Compute the right sides of Eq. 5 and 6."""
         return budget(self.model, self.busiest, self.slo.tpot_us, layout.ep, self.instances)
 
+    def spares(self, gpus: int) -> int:
+        """Return the GPUs beside a LoRA Server of so many: those that stand by, and those of the other replicas."""
+        return self.spare_gpus + (self.replicas - 1) * gpus
+
     @property
-    def gpu_counts(self) -> range:
+    def gpu_counts(self) -> list[int]:
         """GPU counts of the LoRA Server to consider; with the spares, complete nodes if `whole_nodes`."""
-        step, spare = self.model.cluster.gpus_per_node if self.whole_nodes else 1, self.spare_gpus
-        return range(step - spare % step, self.max_gpus - spare + 1, step)
+        step = self.model.cluster.gpus_per_node if self.whole_nodes else 1
+        counts = range(1, (self.max_gpus - self.spare_gpus) // self.replicas + 1)
+        return [gpus for gpus in counts if (gpus + self.spares(gpus)) % step == 0]
 
     @property
     def engine_gpus(self) -> int:

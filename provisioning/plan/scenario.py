@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_server.placement import MOST_REPLICAS
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
 from provisioning.model import profile as profiles
 from provisioning.model.geometry import BASE_DTYPES, Wire
@@ -138,6 +139,16 @@ def _prompt_tokens(flags: PlanFlags, found: Workload) -> tuple[float, str]:
     return max(context - found.lengths.mean_tokens / 2, 1.0), "by --context-tokens"
 
 
+def _replicas(flags: PlanFlags, transport: Transport) -> int:
+    replicas = count(flags.replicas, "--replicas", 1, MOST_REPLICAS)
+    if replicas > 1 and transport.name in ("nvshmem", "gpu"):
+        raise InputError(
+            f"--replicas: got {replicas} with --transport {transport.name}, expected --transport cuda_ipc, shm or tcp, "
+            "with which the server has replicas"
+        )
+    return replicas
+
+
 def scenario(flags: PlanFlags) -> Scenario:
     """Make the planner's question from flags; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
@@ -202,6 +213,7 @@ def scenario(flags: PlanFlags) -> Scenario:
         coupled_routed=flags.coupled_split != "paper",
         max_gpus=most_gpus,
         spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, most_gpus - 1),
+        replicas=_replicas(flags, transport),
         whole_nodes=flags.whole_nodes,
         classes=() if flags.classes is None else classes.read(flags.classes, found, objective),
     )

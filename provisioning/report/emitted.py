@@ -40,7 +40,7 @@ def _commands(result: Result) -> Iterator[str]:
     gpus, first = scenario.model.instance_gpus, result.candidate.gpus
     split = scenario.model.spec.moe_layers and not scenario.model.tensor_parallel
     experts = " --enable-expert-parallel" if split else ""
-    one_host = first + scenario.instances * gpus <= scenario.model.cluster.gpus_per_node
+    one_host = scenario.replicas == 1 and first + scenario.instances * gpus <= scenario.model.cluster.gpus_per_node
     yield f"# {question(result)}"
     yield f"# {headline(result)}"
     yield f"# {TRACE}: arrivals in s, adapters, tokens; send each request to any instance, `model` being its adapter."

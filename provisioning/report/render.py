@@ -41,7 +41,8 @@ def headline(result: Result) -> str:
         )
     gpus, nodes = words.count(candidate.gpus, "LoRA Server GPU"), words.count(result.nodes, "node")
     instances, each = words.count(scenario.instances, "instance"), words.count(scenario.model.instance_gpus, "GPU")
-    spare = f" and {scenario.spare_gpus:,} spare" if scenario.spare_gpus else ""
+    spare = f" and {candidate.spare_gpus:,} spare" if candidate.spare_gpus else ""
+    spare += f" ({scenario.replicas} replicas)" if scenario.replicas > 1 else ""
     transport = f" over {scenario.model.transport.name}"
     return (
         f"{gpus} as {candidate.layout} on {nodes}{spare}, beside {instances} of {each}{transport}; "
@@ -215,5 +216,6 @@ def _assigned(result: Result) -> str:
     if found.gpus is None:
         return ", and by the model no plan would meet the SLOs"
     scenario = result.scenario
-    more = found.gpus + scenario.spare_gpus + found.instances * scenario.model.instance_gpus - result.candidate.all_gpus
+    server = found.gpus + scenario.spares(found.gpus)
+    more = server + found.instances * scenario.model.instance_gpus - result.candidate.all_gpus
     return f": by the model, {words.count(more, 'GPU')} more" if more > 0 else ""

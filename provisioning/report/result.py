@@ -77,12 +77,14 @@ class Result:
     @property
     def nodes(self) -> int:
         """Nodes of the LoRA Server and its spare GPUs."""
-        return math.ceil((self.candidate.gpus + self.scenario.spare_gpus) / self.scenario.model.cluster.gpus_per_node)
+        gpus = self.candidate.gpus + self.candidate.spare_gpus
+        return max(math.ceil(gpus / self.scenario.model.cluster.gpus_per_node), self.serving_nodes)
 
     @property
     def serving_nodes(self) -> int:
-        """Nodes of the LoRA Server alone, for `lora-server serve --nodes`."""
-        return math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
+        """Nodes of the LoRA Server alone, for `lora-server serve --nodes`; each replica has its own."""
+        of_each = math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
+        return of_each * self.scenario.replicas
 
     @property
     def worth_it(self) -> bool:

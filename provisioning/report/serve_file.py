@@ -46,6 +46,7 @@ def settings(result: Result) -> dict[str, object]:
         "base_model": result.base_model,
         "layout": str(candidate.layout),
         "nodes": result.serving_nodes,
+        **({"replicas": scenario.replicas} if scenario.replicas > 1 else {}),
         "device": "cuda",
         "dtype": "bfloat16",
         "device_pool": min(candidate.slots, scenario.workload.num_adapters)
@@ -76,7 +77,7 @@ def unmet(result: Result) -> Iterator[str]:
     if scenario.instances > 1:
         yield "Unmeasured: several engines of this load on one server, with receive, compute and send overlapped."
     if _elsewhere(result):
-        shards = math.ceil(candidate.gpus / result.serving_nodes)
+        shards = math.ceil(candidate.gpus * scenario.replicas / result.serving_nodes)
         pool = _elsewhere(result) * scenario.cache.adapter_bytes(candidate.layout) * shards
         yield (
             f"Memory of the host: {words.size(pool)} a node for the {_elsewhere(result):,} adapters without a slot; "

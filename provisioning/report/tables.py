@@ -28,7 +28,7 @@ def sides(result: Result) -> Iterator[tuple[str, str, str]]:
     scenario, candidate, coupled = result.scenario, result.candidate, result.coupled
     yield (
         "GPUs",
-        f"{scenario.engine_gpus:,} + {candidate.gpus + scenario.spare_gpus:,}",
+        f"{scenario.engine_gpus:,} + {candidate.gpus + candidate.spare_gpus:,}",
         f"{coupled.instances * scenario.model.instance_gpus:,}",
     )
     apart = f"{coupled.instances:,} x {coupled.split.slots:,}, {coupled.split.share:.0%} of free memory"

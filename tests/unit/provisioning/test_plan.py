@@ -31,6 +31,7 @@ from provisioning.report import charts, render
 from provisioning.report.document import document
 from provisioning.report.html import html
 from provisioning.report.result import answer
+from provisioning.report.serve_file import settings
 from tests.support.provision import ASKED, DECODING, QWEN, SLO, provision, question, typed
 
 TABLE_3 = [("gpt-oss-20b", 64), ("qwen3-30b-a3b", 32), ("mixtral-8x7b", 64), ("scaled-moe", 64), ("dbrx", 64)]
@@ -180,6 +181,20 @@ def test_whole_nodes_and_spare_gpus():
     assert "and 1 spare," in render.headline(spare) and "spare" not in render.headline(without)
     plan = document(spare)
     assert (plan["gpus"], plan["spare_gpus"]) == (without.candidate.gpus, 1)
+
+
+def test_replicas_are_spares_on_nodes_of_their_own():
+    plain = question(max_gpus=16, whole_nodes=True, transport="tcp")
+    assert plain.gpu_counts == [8, 16] and replace(plain, replicas=2).gpu_counts == [4, 8]
+    assert replace(plain, whole_nodes=False, replicas=3, spare_gpus=2).gpu_counts == [1, 2, 3, 4]
+    one, two = (answer(replace(question(), replicas=num), seeds=0, price_per_gpu_hour=2.0) for num in (1, 2))
+    gpus = one.candidate.gpus
+    assert two.candidate.layout == one.candidate.layout and two.candidate.spare_gpus == gpus
+    assert two.cost()["lora_server_per_hour"] == 2 * one.cost()["lora_server_per_hour"]
+    assert (one.nodes, two.nodes, settings(two)["nodes"], settings(two)["replicas"]) == (1, 2, 2, 2)
+    assert f"and {gpus:,} spare (2 replicas)," in render.headline(two) and "replicas" not in settings(one)
+    with pytest.raises(InputError, match=r"--replicas: got 2 with --transport nvshmem, expected .* shm or tcp"):
+        question(replicas=2)
 
 
 @pytest.mark.long
