@@ -92,7 +92,8 @@ class Exchange(Started):
             self._queues.setdefault(message.shard, deque()).append(message)
         ready = []
         for shard, waiting in self._queues.items():
-            self._on_lane(shard, Lane.drain)
+            if (lane := self.lanes[shard]).consumed < lane.pushed:
+                self._on_lane(shard, Lane.drain)
             ready += [shard] * min(self.lanes[shard].depth, len(waiting))
         return ready
 

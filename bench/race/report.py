@@ -87,7 +87,7 @@ def markdown(found: Mapping[str, Any], stem: str) -> str:
 
 `{found["command"]}`, {found["seconds"]} s. {found["hardware"]}; {versions}. What each system is, and how rows are
 counted: `bench/race/__main__.py`. SLO: TTFT {TTFT_SECONDS:g} s and TPOT {TPOT_SECONDS * 1e3:g} ms. Every row is in
-[{stem}.json]({stem}.json).
+`{stem}.json` beside this page.
 
 {readme(found)}
 
