@@ -123,7 +123,8 @@ class Arrivals:
             )
         live, own = self._shards.live(), registration.pool_bytes
         for twin in agreement.layout.twins(registration.shard):
-            if twin in live and (pool := live[twin].registration.pool_bytes) != own:
+            is_other = twin in live and twin != registration.shard
+            if is_other and (pool := live[twin].registration.pool_bytes) != own:
                 raise ConfigError(
                     f"shard {registration.shard} of node {registration.node}: got a device pool of {own:,} bytes, "
                     f"expected {pool:,}, as its twin has, shard {twin}; start every node with the same --device-pool"

@@ -252,8 +252,10 @@ class Port:
         self._bells = Bells[Connection](max_watched)
 
     def grant(self, grant: Grant) -> None:
-        """Let a client connect under this epoch; cut its older epoch off."""
-        if self.grants.get(grant.client, grant.epoch) is None:
+        """Let a client connect under this epoch; cut its older epoch off, or its older placement. A grant that is
+        repeated changes nothing."""
+        known = self.grants.get(grant.client, grant.epoch)
+        if known is None or known.generation != grant.generation:
             self.revoke(grant.client)
         self.grants.put(grant)
 
