@@ -201,7 +201,7 @@ class ShardTable:
             if current:
                 del self._live[handle.shard]
                 self._ranks[handle.shard].lost = None if handle.leaving else handle
-            twin_is_up = any(twin in self._live for twin in self.layout.twins(handle.shard))
+            twin_is_up = any(twin in self._live for twin in self.layout.twins(handle.shard) if twin != handle.shard)
         handle.commands.close(twin_is_up)
         return current
 
