@@ -1,6 +1,7 @@
 """Seed 002's experiment: one adapter in the base weights, over its share of the requests.
 
-    .venv-vllm/bin/python -m bench.merge --out bench/results/merge-cpu-2026-11.png
+    .venv-vllm/bin/python -m bench.merge --json > merge.json
+    .venv/bin/python -m bench.merge --plot merge.json                          # merge.png
 
 not merged    vLLM on one core and a LoRA server of one shard on the other
 merged        the same, on weights that contain the hot adapter
@@ -14,6 +15,7 @@ what travelled per row, both ways. `equal`: calls whose tokens are those of `not
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 import time
@@ -55,14 +57,15 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Command line."""
-    given = harness.flags(__doc__, adapters=8, width=16, seconds=15.0, shares=SHARES, out=Path())
+    given = harness.flags(__doc__, adapters=8, width=16, seconds=15.0, shares=SHARES, plot=Path())
+    if given.plot != Path():
+        draw(json.loads(given.plot.read_text())["rows"], given.plot.with_suffix(".png"))
+        return
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="merge-") as scratch:
         found = {
             "load_average": os.getloadavg(),
             "rows": measure(Path(scratch), given.adapters, given.width, given.seconds, given.shares),
         }
-    if given.out != Path():
-        draw(found["rows"], given.out)
     harness.show(given, found, harness.table("one adapter in the base weights", found["rows"], COLUMNS), width=140)
 
 
