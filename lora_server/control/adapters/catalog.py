@@ -52,15 +52,21 @@ class AdapterCatalog:
             raise UnknownAdapterError(f"adapter {name!r}: was removed; {refusal.reason}")
         raise UnknownAdapterError(f"adapter {name!r}: refused: {refusal.reason}")
 
+    def find_version(self, name: str, version: str) -> Record | None:
+        """Return a version of an adapter if it exists, listed or draining."""
+        listed = self.find(name)
+        if listed is not None and listed.version == version:
+            return listed
+        return next((one for one in self.records() if (one.name, one.version) == (name, version)), None)
+
     def named(self, name: str) -> Record:
         """Return a listed adapter, or by NAME@DIGEST any version that exists. Raises UnknownAdapterError."""
         own, version = split_version(name)
         if not version:
             return self.get(name)
         listed = self.get(own)
-        for record in (listed, *self.records()):
-            if (record.name, record.version) == (own, version):
-                return record
+        if (found := self.find_version(own, version)) is not None:
+            return found
         raise UnknownAdapterError(
             f"adapter {own!r}: version {version[:12]} is not known here, and {listed.version[:12]} serves; "
             f"lora-server adapters update {own} SOURCE brings it back"

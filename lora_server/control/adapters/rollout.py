@@ -190,8 +190,8 @@ class AdapterRollout:
         if not version:
             return None
         with self._changes.lock:
-            served, existing = self._catalog.find(own), self._catalog.records()
-            if served is None or any((one.name, one.version) == (own, version) for one in existing):
+            served = self._catalog.find(own)
+            if served is None or self._catalog.find_version(own, version) is not None:
                 return None
             kept = self._catalog.ledger.versions(served)
             found = next((record_of(one) for one in kept if one.version == version), None)
