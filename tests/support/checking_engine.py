@@ -1,11 +1,13 @@
 """An engine that generates and checks itself until it is killed: `python -m tests.support.checking_engine JOB.json`.
 
-One JSON line per round: when it ended, what came of it ("right", "wrong", the code of a typed error, or
-"untyped ..."), and how many descriptors and shared regions the process has.
+SIGTERM ends it after the round under way. One JSON line per round: when it ended, what came of it ("right", "wrong", the
+code of a typed error, or "untyped ..."), and how many descriptors and shared regions the process has.
 """
 
 import json
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,9 +53,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     model, new_tokens = load_model(job.model), len(job.expected[0].tokens)
     names = [sequence.adapter for sequence in job.batch]
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     kept = []  # tracebacks, as an application that logs its errors late would keep them
     with attach(model, server=job.server, transport=job.transport, timeout_seconds=job.timeout_seconds) as lora:
-        while True:
+        while not ended.is_set():
             try:
                 with lora.adapters(names):
                     outcome = "right" if is_right(generate(model, job.batch, new_tokens), job.expected) else "wrong"

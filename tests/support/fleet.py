@@ -40,6 +40,12 @@ class Engine:
         self._reader.join(HANG_SECONDS)
         self.process.stdout.close()
 
+    def finish(self) -> None:
+        """Let the round under way be the last."""
+        self.process.terminate()
+        assert self.process.wait(HANG_SECONDS) == 0
+        self._reader.join(HANG_SECONDS)
+
     def _read(self) -> None:
         for line in self.process.stdout:
             if line.startswith("{"):
