@@ -1,7 +1,7 @@
 """An engine that generates and checks itself until it is killed: `python -m tests.support.checking_engine JOB.json`.
 
-SIGTERM ends it after the round under way. One JSON line per round: when it ended, what came of it ("right", "wrong", the
-code of a typed error, or "untyped ..."), and how many descriptors and shared regions the process has.
+SIGTERM ends it after the round under way. One JSON line per round: when it ended, what came of it ("right", "wrong",
+the code of a typed error, or "untyped ..."), and how many descriptors and shared regions the process has.
 """
 
 import json

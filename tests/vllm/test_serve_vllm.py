@@ -25,12 +25,13 @@ def command(port, *flags):
 
 
 @pytest.fixture
-def running(tmp_path):
-    """(the process, where its directories are, what it printed) once it says what to do; vLLM and a tiny model."""
+def running(tmp_path, request):
+    """(the process, where its directories are, what it printed) once it says what to do; vLLM and a tiny model, with
+    flags of vLLM."""
     port, log = free_address().rpartition(":")[2], tmp_path / "log"
     with tempfile.TemporaryDirectory() as scratch, log.open("wb") as stream:  # pytest's own is too long for a socket
         environment = ENVIRON | {"TMPDIR": scratch}
-        process = subprocess.Popen(command(port), stdout=stream, stderr=stream, env=environment)
+        process = subprocess.Popen(command(port, *request.param), stdout=stream, stderr=stream, env=environment)
         try:
             said = "Ctrl-C ends"
             until(lambda: process.poll() is not None or said in log.read_text(), "vLLM is ready", START_SECONDS)
@@ -66,7 +67,13 @@ def check_commands(printed):
         assert answer["choices"][0]["text"].strip().startswith(expected), answer
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+AS_VLLM_WOULD = ("--dtype", "auto")  # as for a model of one's own: bfloat16, though the files are float32
+HINT = ", in bfloat16; the model's files are float32: to serve them so, add --dtype float32 to ARGS"
+
+
+@pytest.mark.parametrize(
+    ("running", "number"), [((), signal.SIGTERM), (AS_VLLM_WOULD, signal.SIGKILL)], indirect=["running"]
+)
 def test_what_it_prints_works_and_nothing_is_left(running, number):
     process, scratch, printed = running
     assert len(printed.splitlines()) < 25, "vLLM's log, and warnings of libraries, are in a file"
@@ -77,6 +84,7 @@ def test_what_it_prints_works_and_nothing_is_left(running, number):
         assert any(part in one for one in commands), (part, commands)
     assert "lora-shard-0" in map(name_of, family)
     assert list(scratch.glob("lora-serve-*"))
+    assert (HINT in printed) == (number == signal.SIGKILL), printed
     if number == signal.SIGTERM:
         check_commands(printed)
     process.send_signal(number)

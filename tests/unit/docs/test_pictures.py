@@ -41,6 +41,13 @@ def test_the_drawn_status_has_the_columns_of_now():
     assert {*status.WORK, *status.MEMORY, *status.CLIENTS} <= set(shown), "stale; run: make screenshots"
 
 
+@pytest.mark.parametrize("name", ["iar_over_load", "iar_over_slots", "iar_errors"])
+def test_a_plot_of_the_models_spells_out_what_its_axes_are(name):
+    with Image.open(IMAGES / f"{name}.png") as picture:
+        labels = picture.info["Description"]
+    assert "immediate admission rate" in labels and "IAR" not in labels
+
+
 def test_every_screenshot_is_shown():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     shown = {Path(name).name for page in pages for name in re.findall(r"img/([\w-]+\.\w+)", page.read_text())}
