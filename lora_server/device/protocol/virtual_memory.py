@@ -22,7 +22,7 @@ class DriverError(RuntimeError):
 
 
 def driver() -> Any:
-    """Return the driver's bindings; raises ImportError if lora-server[cuda] is not installed."""
+    """Return the driver's bindings; raises ImportError if the extra [cuda] is not installed."""
     from cuda.bindings import driver as bindings
 
     return bindings

@@ -53,6 +53,10 @@ def test_a_promise_stands_and_a_test_holds_it(page, sentence, path, test):
     assert test in names_in(path)
 
 
+def test_no_page_installs_from_an_index_that_does_not_have_it():
+    assert [page for page, text in TEXTS.items() if re.search(r"\blora-server\[|pip install lora-server", text)] == []
+
+
 def test_the_size_of_an_adapter_is_that_of_provision_models():
     models = [one for one in PRESETS.values() if one.name != "small-mixtral"]
     sizes = [one.adapter_bytes(64, shared_a=shared) / 2**30 for one in models for shared in (True, False)]
