@@ -2,6 +2,8 @@
 
 import subprocess
 
+import pytest
+
 from lora_server.demo.launch import running_server
 from tests.support.doc_commands import blocks
 from tests.support.fleet import Fleet, now
@@ -15,6 +17,7 @@ def known(address):
     return {name: (one.version, one.handle, one.pinned) for name, one in listed(address).items()}
 
 
+@pytest.mark.long
 def test_engines_move_to_a_second_server_and_no_request_fails(load, tmp_path):
     """With what the first was told by name, from a backup in another directory; in another layout."""
     backup, _ = (one for one in blocks("docs/operations.md") if one.why == OWNED)

@@ -1,7 +1,6 @@
 """What the documents point at exists, and pages that repeat the code say what the code says."""
 
 import ast
-import functools
 import importlib
 import re
 from operator import attrgetter
@@ -17,11 +16,9 @@ from lora_server.errors import BY_CODE, ConfigError
 from lora_server.placement import Layout
 from lora_server.wire.region import RegionLayout
 from provisioning.model import memory
-from tests.support.sources import FILES, ROOT
+from tests.support.pages import TEXTS
+from tests.support.sources import FILES, ROOT, names_in
 
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md"]
-PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 WITHOUT_CODE = {page: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for page, text in TEXTS.items()}
 TROUBLE = TEXTS["docs/troubleshooting.md"]
 
@@ -29,18 +26,6 @@ TROUBLE = TEXTS["docs/troubleshooting.md"]
 def in_pages(pattern):
     """(page, groups) of every match."""
     return [(page, *match.groups()) for page, text in TEXTS.items() for match in re.finditer(pattern, text)]
-
-
-@functools.cache
-def names_in(path):
-    """Functions, classes and methods of a file."""
-    found = set()
-    for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-    return found
 
 
 def test_functions_and_files_that_are_named_exist():
