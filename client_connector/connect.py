@@ -152,12 +152,12 @@ def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
     return links.open_gpu(endpoint.shm, hello, endpoint.shard, device)
 
 
-def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:
+def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, mirror: Literal["must", "may", "no"]) -> Link:
     """Imported only where it is used: it needs CuPy."""
     try:
         from lora_server.device.client import links
 
-        return links.open_cuda_ipc(endpoint.shm, hello, endpoint.shard, device, twin)
+        return links.open_cuda_ipc(endpoint.shm, hello, endpoint.shard, device, mirror)
     except LoraServerError:
         raise
     except Exception as error:  # no CuPy, one that is too old, a driver that refuses: there are many ways

@@ -1,4 +1,4 @@
-"""The links of a session whose shards have twins: it can do with one of each, and connects the others again."""
+"""Links to shards that have twins: a session can do with one of each, and connects the others again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MOST_ERROR = 5e-3  # of a sampled row's norm, bf16
 def step(
     x: torch.Tensor, order: torch.Tensor, target: torch.Tensor, word: torch.Tensor, value: int, finished: Any
 ) -> Put:
-    """Make a put like those of cuda_ipc to a twin: target[i] = x[order[i]], then `value` goes to the word."""
+    """Make a put like those of cuda_ipc to a mirror: target[i] = x[order[i]], then `value` goes to the word."""
     return Put(x=x, to=target.data_ptr(), place=PutPlace(0, word.data_ptr(), value, finished), rows_M=order)
 
 

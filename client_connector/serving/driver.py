@@ -12,13 +12,13 @@ from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
 from client_connector.serving.lookahead import Lookahead
 from client_connector.serving.plan import Failure
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller
-from client_connector.serving.request_state import NEVER, Action, Event, FailurePolicy, Phase
+from client_connector.serving.request_state import NEVER, Action, FailurePolicy, Phase, RequestEvent
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.wire.terms import Held
 
-_EVENTS = {list: Event.GRANTED, QueuedAnswer: Event.NO_CAPACITY, LoadingAnswer: Event.NO_WEIGHTS}
+_EVENTS = {list: RequestEvent.GRANTED, QueuedAnswer: RequestEvent.NO_CAPACITY, LoadingAnswer: RequestEvent.NO_WEIGHTS}
 
 
 class RequestDriver:
@@ -36,7 +36,7 @@ class RequestDriver:
         self.poller = AdmissionPoller(self._ask_again, session.is_up, self._expire, settings.timings)
 
     def apply(
-        self, request: AdapterRequest, event: Event, held: Held | None = None, failure: Failure | None = None
+        self, request: AdapterRequest, event: RequestEvent, held: Held | None = None, failure: Failure | None = None
     ) -> None:
         """Change a request's state, and do what the state machine says; never blocks."""
         deadline = time.monotonic() + self._policy.seconds
@@ -80,14 +80,14 @@ class RequestDriver:
         self._session.seek()
         if request.ticket is not None:
             request.ticket.session.cancel(request.ticket.number, waits=False)  # it may be granted
-        self.apply(request, Event.SERVER_AWAY)
+        self.apply(request, RequestEvent.SERVER_AWAY)
 
     def ask(self, request: AdapterRequest) -> bool:
         """Ask the server and wait; return whether its answer is final. Raises the server's error about the adapter."""
         try:
             answer = self._session.ask(request)
         except (LeaseError, ServerUnavailableError):
-            self.apply(request, Event.SERVER_AWAY)
+            self.apply(request, RequestEvent.SERVER_AWAY)
             return False
         return self._take(request, answer)
 
@@ -102,9 +102,9 @@ class RequestDriver:
         """Ask for a request that holds nothing any more: it was preempted, or its lease is gone. With `waits` wait for
         the answer."""
         if request.state.phase is Phase.HELD and request.held_in(self._session.current) is None:
-            self.apply(request, Event.LEASE_LOST)
+            self.apply(request, RequestEvent.LEASE_LOST)
         if request.state.phase is Phase.PAUSED:
-            self.apply(request, Event.RESUMED)
+            self.apply(request, RequestEvent.RESUMED)
             (self._ask_again if waits else self.begin)(request)
 
     def refuse(self, request: AdapterRequest, failure: Failure) -> None:
@@ -114,7 +114,7 @@ class RequestDriver:
     def fail_step(self, request: AdapterRequest, failure: Failure) -> None:
         """Apply a step's failure. If the adapter's step itself failed, have the lease checked, too."""
         event = request.state.on_failed_step(failure, self._policy)
-        if event is not Event.STEP_VOID:
+        if event is not RequestEvent.STEP_VOID:
             self._session.suspect()
         self.apply(request, event, failure=failure)
 
@@ -154,7 +154,7 @@ class RequestDriver:
             begins = NEVER if start is None else start
             request.state = request.state.identified(held.version, begins, lacking if goes_on else None)
         if lacking is not None and not goes_on:
-            self.apply(request, Event.FELL_BACK, failure=lacking)
+            self.apply(request, RequestEvent.FELL_BACK, failure=lacking)
 
     def _expire(self, request: AdapterRequest, is_up: bool) -> None:
         """Fail a request that has waited for the server for too long."""

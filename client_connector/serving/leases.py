@@ -17,7 +17,7 @@ from client_connector.serving.lookahead import MOST
 from client_connector.serving.pace import PassPace
 from client_connector.serving.plan import Assigned, Failure, StepPlan
 from client_connector.serving.poller import AdapterRequest
-from client_connector.serving.request_state import Event, Phase, RequestState
+from client_connector.serving.request_state import Phase, RequestEvent, RequestState
 from client_connector.serving.scheduler_session import SchedulerSession
 from client_connector.serving.settings import Settings, tenant_and_name
 from lora_server import telemetry
@@ -70,7 +70,7 @@ class AdapterLeases:
             earlier = self._requests.get(request_id)  # of a streamed prompt's previous part
             self._requests[request_id] = request
         if earlier is not None:
-            self._driver.apply(earlier, Event.FINISHED)
+            self._driver.apply(earlier, RequestEvent.FINISHED)
         return request.state
 
     def release(self, request_id: str) -> None:
@@ -80,7 +80,7 @@ class AdapterLeases:
         if request is None:
             return
         failure = request.state.failure or request.state.not_invoked
-        self._driver.apply(request, Event.FINISHED)
+        self._driver.apply(request, RequestEvent.FINISHED)
         attributes = {"request": request_id, "adapters": request.name, "failure": failure.code if failure else ""}
         waited = {f"wait_{stage}": seconds for stage, seconds in request.waits.seconds.items()}
         telemetry.record("lora.generation", request.began, request.trace, **attributes, **waited)
@@ -89,7 +89,7 @@ class AdapterLeases:
         """Give the adapter of a preempted request back; it is acquired again when the request is scheduled again."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._driver.apply(request, Event.PREEMPTED)
+            self._driver.apply(request, RequestEvent.PREEMPTED)
 
     def fail_step(self, request_id: str, failure: Failure) -> RequestState | None:
         """Take note of a failed step. The state says what the engine does, see RequestState.on_failed_step."""

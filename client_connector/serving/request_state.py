@@ -33,7 +33,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-class Event(Enum):
+class RequestEvent(Enum):
     """An event in a request's life."""
 
     RESUMED = "resumed"  # the engine wants to schedule it
@@ -82,34 +82,34 @@ def _kept(phases: Iterable[Phase], *actions: Action) -> dict[Phase, PhaseChange]
     return {phase: PhaseChange(phase, actions) for phase in phases}
 
 
-TRANSITIONS: Mapping[Event, Mapping[Phase, PhaseChange]] = {
-    Event.RESUMED: {Phase.PAUSED: PhaseChange(Phase.ASKING, (Action.NEW_TICKET,))},
-    Event.GRANTED: {
+TRANSITIONS: Mapping[RequestEvent, Mapping[Phase, PhaseChange]] = {
+    RequestEvent.RESUMED: {Phase.PAUSED: PhaseChange(Phase.ASKING, (Action.NEW_TICKET,))},
+    RequestEvent.GRANTED: {
         **dict.fromkeys(_ASKED, PhaseChange(Phase.HELD, (Action.ANNOUNCE,))),
         **_kept(_UNASKED, Action.RELEASE),
     },
-    Event.NO_CAPACITY: {
+    RequestEvent.NO_CAPACITY: {
         **dict.fromkeys(_ASKED, PhaseChange(Phase.QUEUED, (Action.POLL,))),
         **_kept(_UNASKED, Action.POLL),
     },
-    Event.NO_WEIGHTS: {
+    RequestEvent.NO_WEIGHTS: {
         **dict.fromkeys(_ASKED, PhaseChange(Phase.LOADING, (Action.POLL, Action.ANNOUNCE))),
         **_kept((Phase.LOADING, *_UNASKED), Action.POLL),
     },
-    Event.SERVER_AWAY: {
+    RequestEvent.SERVER_AWAY: {
         Phase.ASKING: PhaseChange(Phase.AWAY, (Action.NEW_TICKET, Action.POLL)),
         **dict.fromkeys(WAITING, PhaseChange(Phase.AWAY, (Action.POLL,))),
     },
-    Event.REFUSED: _ending(Phase.FAILED),
-    Event.FELL_BACK: _ending(Phase.BASE_MODEL),
-    Event.PREEMPTED: {Phase.HELD: PhaseChange(Phase.PAUSED, (Action.RELEASE,))},
-    Event.LEASE_LOST: {Phase.HELD: PhaseChange(Phase.PAUSED)},
-    Event.STEP_VOID: {},
-    Event.STEP_RETRIED: {
+    RequestEvent.REFUSED: _ending(Phase.FAILED),
+    RequestEvent.FELL_BACK: _ending(Phase.BASE_MODEL),
+    RequestEvent.PREEMPTED: {Phase.HELD: PhaseChange(Phase.PAUSED, (Action.RELEASE,))},
+    RequestEvent.LEASE_LOST: {Phase.HELD: PhaseChange(Phase.PAUSED)},
+    RequestEvent.STEP_VOID: {},
+    RequestEvent.STEP_RETRIED: {
         Phase.HELD: PhaseChange(Phase.AWAY, (Action.RELEASE, Action.NEW_TICKET, Action.POLL)),
         Phase.PAUSED: PhaseChange(Phase.AWAY, (Action.NEW_TICKET, Action.POLL)),
     },
-    Event.FINISHED: {
+    RequestEvent.FINISHED: {
         **_ending(Phase.ENDED),
         **dict.fromkeys((Phase.FAILED, Phase.BASE_MODEL), PhaseChange(Phase.ENDED)),
     },
@@ -123,9 +123,9 @@ class FailurePolicy:
     falls_back: bool = False
     seconds: float = 10.0
 
-    def on_refusal(self, failure: Failure) -> Event:
+    def on_refusal(self, failure: Failure) -> RequestEvent:
         """Choose the event of a failure outside a step. Failures that will not pass never fall back."""
-        return Event.FELL_BACK if self.falls_back and failure.passes else Event.REFUSED
+        return RequestEvent.FELL_BACK if self.falls_back and failure.passes else RequestEvent.REFUSED
 
 
 class Transition(NamedTuple):
@@ -187,7 +187,7 @@ class RequestState:
         return self.failure if self.falls_back else self.not_invoked
 
     def after(
-        self, event: Event, *, held: Held | None = None, failure: Failure | None = None, deadline: float = 0.0
+        self, event: RequestEvent, *, held: Held | None = None, failure: Failure | None = None, deadline: float = 0.0
     ) -> Transition:
         """Apply an event. `held` comes with GRANTED and NO_WEIGHTS, `failure` with REFUSED, FELL_BACK and STEP_RETRIED;
         `deadline` is that of a request that goes AWAY now."""
@@ -195,7 +195,7 @@ class RequestState:
         if target is None:
             return Transition(self, (), None)
         phase, actions = target
-        released = (held if event is Event.GRANTED else self.held) if Action.RELEASE in actions else None
+        released = (held if event is RequestEvent.GRANTED else self.held) if Action.RELEASE in actions else None
         if phase is self.phase:
             return Transition(self, actions, released)
         held_now, loading = held if phase is Phase.HELD else None, held if phase is Phase.LOADING else None
@@ -204,22 +204,22 @@ class RequestState:
             state = replace(state, failure=failure)
         elif phase is Phase.AWAY:
             state = replace(state, deadline=deadline)
-        if event is Event.STEP_RETRIED:
+        if event is RequestEvent.STEP_RETRIED:
             state = replace(state, void=failure, num_retried=self.num_retried + 1)
         return Transition(state, actions, released)
 
-    def on_failed_step(self, failure: Failure, policy: FailurePolicy) -> Event:
+    def on_failed_step(self, failure: Failure, policy: FailurePolicy) -> RequestEvent:
         """Choose the event of a failed step.
 
         Afterwards the engine discards what the step computed. It ends a request in FAILED, and computes any other
         again from its text so far, in BASE_MODEL without the adapter.
         """
         if failure.code == RETRY or self.waits:
-            return Event.STEP_VOID
+            return RequestEvent.STEP_VOID
         if policy.falls_back:
-            return Event.FELL_BACK
+            return RequestEvent.FELL_BACK
         may_pass = failure.passes and self.num_retried < MAX_RETRIED_STEPS
-        return Event.STEP_RETRIED if may_pass else Event.REFUSED
+        return RequestEvent.STEP_RETRIED if may_pass else RequestEvent.REFUSED
 
     def is_patient(self, now: float, *, is_up: bool, outage_seconds: float, policy: FailurePolicy) -> bool:
         """Return whether a request in AWAY waits on. An outage has the policy's seconds for all requests together."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from client_connector.client import Client
 from client_connector.merged import MergedHold
-from client_connector.serving.request_state import Event, RequestState
+from client_connector.serving.request_state import RequestEvent, RequestState
 from client_connector.session import Session
 from lora_server.errors import LeaseError
 from lora_server.wire.terms import Held
@@ -44,17 +44,17 @@ class BlockAdapters:
                 self._client.recover(deadline)
                 held = self._acquire(deadline)
             for one in held:
-                self._states[one.name] = self._states[one.name].after(Event.GRANTED, held=one).state
+                self._states[one.name] = self._states[one.name].after(RequestEvent.GRANTED, held=one).state
             self._session = self._client.session
         return {name: state.held for name, state in self._states.items() if state.held is not None}
 
     def _acquire(self, deadline: float) -> Sequence[Held]:
-        for event in (Event.LEASE_LOST, Event.RESUMED):
+        for event in (RequestEvent.LEASE_LOST, RequestEvent.RESUMED):
             self._states = {name: state.after(event).state for name, state in self._states.items()}
         return self._client.acquire(list(self._states), deadline, self._loaded) if self._states else []
 
     def release(self) -> None:
         """Give the adapters back, unless their session is gone."""
-        ended = [state.after(Event.FINISHED).released for state in self._states.values()]
+        ended = [state.after(RequestEvent.FINISHED).released for state in self._states.values()]
         if self._session is self._client.session:
             self._client.release([held for held in ended if held is not None])

@@ -1,4 +1,4 @@
-"""Ends a process whose main loop hangs, so that its node starts another."""
+"""Ends a process when its main loop hangs, so that its node starts another."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ShownAnswer:
 
 
 @dataclass
-class Outcome:
+class DemoReport:
     """What the demo found; `answers` are those to `prompt`, `layouts` is empty without --timing."""
 
     verdict: PeftVerdict
@@ -52,7 +52,7 @@ class Outcome:
     layouts: list[LayoutTimes]
 
 
-def as_json(outcome: Outcome) -> str:
+def as_json(outcome: DemoReport) -> str:
     """Render the JSON document."""
     verdict = outcome.verdict
     document = {
@@ -75,7 +75,7 @@ REMARKS = (
 )
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: DemoReport, console: Console) -> None:
     """Print one prompt's answers, the check, and the breakdown per layout (as in the paper's Table 4)."""
     verdict = outcome.verdict
     terminal.say(console, f'One batch, one prompt: "{outcome.prompt}"')

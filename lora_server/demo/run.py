@@ -20,7 +20,7 @@ from lora_server.demo import children, styles, tiny
 from lora_server.demo.check import peft_answers, verdict_of
 from lora_server.demo.engine import EngineResult, Job, Sequence
 from lora_server.demo.launch import RunningServer, finish_engine, running_server, start_engine
-from lora_server.demo.report import LayoutTimes, Outcome, ShownAnswer, as_json, show
+from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, as_json, show
 from lora_server.demo.words import Words
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, Placement
@@ -64,7 +64,7 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, timing: boo
 
 def _compare(
     model: Path, adapters: Path, layout: str, work: Path, progress: Progress, stack: contextlib.ExitStack
-) -> tuple[RunningServer, Outcome]:
+) -> tuple[RunningServer, DemoReport]:
     """Start the server, let the engines generate, and ask PEFT for the same; the server ends with `stack`."""
     batches = _all_batches(model, adapters, layout)
     task = progress.add_task(f"server {layout}, {ENGINES} engines", total=ENGINES + 1)
@@ -81,7 +81,7 @@ def _compare(
         ShownAnswer(sequence.adapter, words.decode(our.tokens), words.decode(their.tokens))
         for sequence, our, their in zip(asked[last], ours[last], theirs[last], strict=True)
     ]
-    return server, Outcome(verdict_of(ours, theirs), words.decode(asked[-1].prompt), shown, [])
+    return server, DemoReport(verdict_of(ours, theirs), words.decode(asked[-1].prompt), shown, [])
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ PROBES, SAMPLED_ROWS = 8, 64
 
 
 def merged_matrix(place: MatrixPlace, data: bytearray, adapter: Adapter, errors: RowErrors) -> torch.Tensor:
-    """Return the matrix of `place`, whose bytes are `data`, with the adapter's delta added."""
+    """Return the matrix of `place` (its bytes are `data`) with the adapter's delta added."""
     dtype = DTYPES[place.dtype]
     base = torch.frombuffer(data, dtype=dtype).view(place.shape)
     exact = base.float()

@@ -29,7 +29,7 @@ Report = Callable[[int], None]  # bytes written since the last call
 
 
 class Merge:
-    """One merge of `adapter`, whose digest is `version`, into a base model; `out` does not exist until it is done."""
+    """One merge of `adapter` (its digest is `version`) into a base model; `out` does not exist until it is done."""
 
     def __init__(self, base: Path, adapter: Adapter, version: str, name: str, out: Path) -> None:
         """Check everything that can be checked without reading weights. Raises ConfigError."""

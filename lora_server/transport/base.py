@@ -151,7 +151,7 @@ class Connection(ABC):
         return math.inf
 
 
-class Twin(Protocol):
+class Mirror(Protocol):
     """Device memory for the rows of one client, allocated by its shard."""
 
     rows: Rows
@@ -165,12 +165,12 @@ class Twin(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """Device memory that a shard on a GPU gives its clients. Thread-safe. `slots`: its twins are slots."""
+    """Device memory that a shard on a GPU gives its clients. Thread-safe. `slots`: its mirrors are slots."""
 
     slots: ClassVar[bool]
 
-    def twin(self, layout: RegionLayout, pid: int) -> Twin:
-        """Allocate a twin for a client's process; raises ShardUnavailableError if that cannot be done."""
+    def mirror(self, layout: RegionLayout, pid: int) -> Mirror:
+        """Allocate a mirror for a client's process; raises ShardUnavailableError if that cannot be done."""
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:

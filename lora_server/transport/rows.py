@@ -1,4 +1,4 @@
-"""Rows of a step: in the slots themselves, or in a *twin* of them in device memory.
+"""Rows of a step: in the slots themselves, or in a *mirror* of them in device memory.
 
 Either end of a region (transport.base: Link, Connection) asks its `rows` and gets tensors to read or to fill; which
 memory they are views of is the transport's business. Headers, segments and maps, which a host reads, always
@@ -110,16 +110,16 @@ def _host(memory: memoryview, offset: int, rows: int, width: int, dtype: int) ->
     return flat.view(rows, width)
 
 
-class TwinRows(Rows):
-    """Rows in a twin, in device memory, which has an area per slot. `memory`: uint8 [twin_bytes].
+class MirrorRows(Rows):
+    """Rows in a mirror, in device memory, which has an area per slot. `memory`: uint8 [mirror_bytes].
 
     Scales of e4m3: a response's lie before its rows, a request's are a table in the region.
     """
 
     def __init__(self, memory: torch.Tensor, layout: RegionLayout) -> None:
         """Raises ProtocolError if the memory is too small."""
-        if memory.nbytes < twin_bytes(layout):
-            raise ProtocolError(f"twin: got {memory.nbytes} bytes, expected {twin_bytes(layout)} for {layout}")
+        if memory.nbytes < mirror_bytes(layout):
+            raise ProtocolError(f"mirror: got {memory.nbytes} bytes, expected {mirror_bytes(layout)} for {layout}")
         self.memory, self._depth = memory, layout.depth
         self._request_bytes, self._response_bytes = _slot_bytes(layout)
 
@@ -157,13 +157,13 @@ class TwinRows(Rows):
 
 
 def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:
-    """Return the sizes of a request's and a response's area in a twin, which has no rows of 32 bits: half of a slot is
-    enough if the slots have room for those."""
+    """Return the bytes of a request's and of a response's area in a mirror: half of a slot's, which has room for rows of
+    32 bits, that a mirror has none of."""
     assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
     parts = 2 if layout.widest == slot.DTYPES.index("float32") else 1
     return layout.request_bytes // parts, layout.response_bytes // parts
 
 
-def twin_bytes(layout: RegionLayout) -> int:
-    """Return the bytes of a region's twin."""
+def mirror_bytes(layout: RegionLayout) -> int:
+    """Return the bytes of a region's mirror."""
     return layout.depth * sum(_slot_bytes(layout))

@@ -1,7 +1,7 @@
 """Shared memory on one host: an anonymous memfd per (client, shard), passed over a Unix socket.
 
 The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two or three descriptors (region, bell, the
-twin of a client with a device) the other, then Mapped from such a client, and then nothing: it stays open, so
+mirror of a client with a device) the other, then Mapped from such a client, and then nothing: it stays open, so
 that each side sees the other's death at once. Regions have no name, are sealed against resizing, and vanish
 with their last holder. Here are a region's two ends; shm_listener accepts clients.
 """
@@ -28,7 +28,7 @@ from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Welcome
 from lora_server.wire.region import Region, RegionLayout
 
-# maps the twin that a shard offers, by a descriptor or -1; returns whether rows lie there, and descriptors for it
+# maps the mirror that a shard offers, by a descriptor or -1; returns whether rows lie there, and descriptors for it
 Prepare = Callable[[Region, Welcome, int], tuple[bool, list[int]]]
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -90,7 +90,7 @@ class ShmLink(Link):
             if not data:
                 raise ShardUnavailableError(f"shard {self.shard}: it closed the connection during the handshake")
             answer = messages.decode_welcome(data)
-            shares = answer.twin in ("fd", "slots")
+            shares = answer.mirror in ("fd", "slots")
             if len(fds) != 2 + shares:
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors with {answer}")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
@@ -98,8 +98,8 @@ class ShmLink(Link):
             self.region = Region(mapping.view, Region.read_geometry(mapping.view))
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if prepare is not None:
-                twin, offers = prepare(self.region, answer, fds[2] if shares else -1)
-                socket.send_fds(self._socket, [messages.encode(Mapped(twin))], offers)
+                mirror, offers = prepare(self.region, answer, fds[2] if shares else -1)
+                socket.send_fds(self._socket, [messages.encode(Mapped(mirror))], offers)
             return mapping, hello.device or answer.pinned
         finally:
             for fd in fds:

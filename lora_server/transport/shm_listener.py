@@ -18,7 +18,7 @@ from typing_extensions import override
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.timings import Timings
 from lora_server.transport import park
-from lora_server.transport.base import DeviceMemory, Grant, Port, Twin, pin
+from lora_server.transport.base import DeviceMemory, Grant, Mirror, Port, pin
 from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.shm import ShmConnection, create_memory
 from lora_server.transport.unauthenticated import accept_user
@@ -27,22 +27,22 @@ from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
 
 log = structlog.get_logger()
-MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
+MAX_MIRRORS = 2  # of one client that joins again and again, unless it works with one
 BUSY_SECONDS = 5e-3  # after an answer the loop polls for a GPU's next push without a pause
 POLL_SECONDS = 200e-6  # afterwards it polls this often
 
 
 class _DeviceConnection(ShmConnection):
-    """A connection to a client with a GPU that stores its signals; with a twin its rows stay on GPUs."""
+    """A connection to a client with a GPU that stores its signals; with a mirror its rows stay on GPUs."""
 
     transport = "cuda_ipc"
     rings = False
 
-    def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, twin: Twin | None) -> None:
+    def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, mirror: Mirror | None) -> None:
         super().__init__(grant, region, sock, bell)
         self._busy_until = time.monotonic() + BUSY_SECONDS
-        if twin is not None:
-            self.rows = twin.rows
+        if mirror is not None:
+            self.rows = mirror.rows
 
     @override
     def respond(self, seq: int, nbytes: int) -> None:
@@ -66,32 +66,32 @@ class _ShmPeer:
     region: Region | None = None
     bell: Bell | None = None
     connection: ShmConnection | None = None
-    twin: Twin | None = None
+    mirror: Mirror | None = None
 
 
 class _Quarantine:
-    """Twins of clients that are gone, which may still have a put under way: each is freed after a while, or later."""
+    """Mirrors of clients that are gone, which may still have a put under way: each is freed after a while, or later."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.peers: list[_ShmPeer] = []
 
     def add(self, peer: _ShmPeer) -> None:
-        """Keep a peer's twin from now on."""
+        """Keep a peer's mirror from now on."""
         peer.due = time.monotonic() + self._seconds
         self.peers.append(peer)
 
     def sweep(self) -> None:
-        """Free every twin that is due; one that is in use is due again later."""
+        """Free every mirror that is due; one that is in use is due again later."""
         due = [peer for peer in self.peers if peer.due <= time.monotonic()]
         for peer in due:
             self.peers.remove(peer)
-            if peer.twin is not None and not peer.twin.free():
+            if peer.mirror is not None and not peer.mirror.free():
                 self.add(peer)
 
 
-class SlotsTwin(Protocol):
-    """A twin of kind "slots"; see Twin."""
+class MirrorSlots(Protocol):
+    """A mirror of kind "slots"; see Mirror."""
 
     def connect(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, fd: int) -> ShmConnection:
         """Connect a client, with its memory for answers. Raises ProtocolError; ConfigError if that cannot be mapped."""
@@ -182,7 +182,7 @@ class ShmListener:
             if peer.hello is None:
                 self._welcome(peer, messages.decode(data, Hello))
             else:
-                self._connect(peer, peer.hello, messages.decode(data, Mapped).twin, fd)
+                self._connect(peer, peer.hello, messages.decode(data, Mapped).mirror, fd)
         except (ConfigError, LeaseError, ProtocolError) as error:
             self._refuse(peer, error)
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
@@ -192,10 +192,10 @@ class ShmListener:
             self._refuse(peer, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
 
     def _welcome(self, peer: _ShmPeer, hello: Hello) -> None:
-        """Give a client its region and twin; without a device it may push at once, else when it has mapped them."""
+        """Give a client its region and mirror; without a device it may push at once, else when it has mapped them."""
         grant = self._port.grants.admit(hello)
-        if hello.twin and not hello.device:
-            raise ProtocolError(f"client {hello.client}: it asks for a twin and has no device")
+        if hello.mirror and not hello.device:
+            raise ProtocolError(f"client {hello.client}: it asks for a mirror and has no device")
         layout = self._port.layout
         fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
         try:
@@ -205,16 +205,16 @@ class ShmListener:
             peer.region.write_geometry()
             answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
             answer.pinned = self._device is not None
-            if hello.twin:
-                self._offer_twin(peer, hello.client, answer, fds)
+            if hello.mirror:
+                self._offer_mirror(peer, hello.client, answer, fds)
             if not hello.device:
                 self._connect(peer, hello, False)
             socket.send_fds(peer.sock, [messages.encode(answer)], fds)
         finally:
             os.close(fd)
 
-    def _offer_twin(self, peer: _ShmPeer, client: int, answer: Welcome, fds: list[int]) -> None:
-        """Offer a twin, or tell why there is none; the client is served without one too."""
+    def _offer_mirror(self, peer: _ShmPeer, client: int, answer: Welcome, fds: list[int]) -> None:
+        """Offer a mirror, or tell why there is none; the client is served without one too."""
         answer.why = "the shard does not compute on a GPU"
         if self._device is None:
             return
@@ -223,35 +223,35 @@ class ShmListener:
             asked, served = ("gpu", "cuda_ipc") if peer.hello.slots else ("cuda_ipc", "gpu")
             answer.why = f"the server was started with --gpu-transport {served}, and this engine asks for {asked}"
             return
-        kept = [other.hello for other in (*self._shaking, *self._quarantine.peers) if other.twin is not None]
-        if sum(hello is not None and hello.client == client for hello in kept) >= MAX_TWINS:
-            answer.why = "earlier twins of this client are not free yet"
+        kept = [other.hello for other in (*self._shaking, *self._quarantine.peers) if other.mirror is not None]
+        if sum(hello is not None and hello.client == client for hello in kept) >= MAX_MIRRORS:
+            answer.why = "earlier mirrors of this client are not free yet"
             return
         try:
-            peer.twin = self._device.twin(self._port.layout, peer.pid)
+            peer.mirror = self._device.mirror(self._port.layout, peer.pid)
         except ShardUnavailableError as error:
             answer.why = str(error)
             log.warning("a client's rows go through host memory", reason=answer.why)
             return
-        answer.twin, answer.handle, answer.why = peer.twin.kind, peer.twin.handle, ""
-        if peer.twin.kind != "ipc":
-            fds.append(peer.twin.fd)
+        answer.mirror, answer.handle, answer.why = peer.mirror.kind, peer.mirror.handle, ""
+        if peer.mirror.kind != "ipc":
+            fds.append(peer.mirror.fd)
 
-    def _connect(self, peer: _ShmPeer, hello: Hello, twin: bool, fd: int = -1) -> None:
+    def _connect(self, peer: _ShmPeer, hello: Hello, mirror: bool, fd: int = -1) -> None:
         """Hand the client to the loop."""
         grant, region, bell = self._port.grants.admit(hello), peer.region, peer.bell
         assert region is not None and bell is not None
-        if twin and peer.twin is None:
-            raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
-        if not twin and peer.twin is not None and peer.twin.free():
-            peer.twin = None
-        if twin and peer.twin is not None and peer.twin.kind == "slots":
-            peer.connection = cast(SlotsTwin, peer.twin).connect(grant, region, peer.sock, bell, fd)
+        if mirror and peer.mirror is None:
+            raise ProtocolError(f"client {hello.client}: it mapped a mirror that it was not given")
+        if not mirror and peer.mirror is not None and peer.mirror.free():
+            peer.mirror = None
+        if mirror and peer.mirror is not None and peer.mirror.kind == "slots":
+            peer.connection = cast(MirrorSlots, peer.mirror).connect(grant, region, peer.sock, bell, fd)
         elif hello.device:
-            peer.connection = _DeviceConnection(grant, region, peer.sock, bell, peer.twin if twin else None)
+            peer.connection = _DeviceConnection(grant, region, peer.sock, bell, peer.mirror if mirror else None)
         else:
             peer.connection = ShmConnection(grant, region, peer.sock, bell)
-        if not twin:
+        if not mirror:
             pin(peer.connection, self._device)
         self._shaking.remove(peer)
         self._port.connect(peer.connection)
@@ -271,7 +271,7 @@ class ShmListener:
             peer.bell.close()
         self._selector.unregister(peer.sock)
         peer.sock.close()
-        if peer.twin is not None:
+        if peer.mirror is not None:
             self._quarantine.add(peer)
 
     def close(self) -> None:

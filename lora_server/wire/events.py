@@ -112,7 +112,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class Message(NamedTuple):
+class EventMessage(NamedTuple):
     """One batch as it is sent and kept; `size` is the number of its events."""
 
     topic: str

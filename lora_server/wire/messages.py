@@ -23,21 +23,21 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     epoch: int
     key: bytes
     device: bool = False  # a GPU stores the client's signals and rings no bell; Mapped comes before the first step
-    twin: bool = False  # the client wants its rows in the shard's GPU memory
+    mirror: bool = False  # the client wants its rows in the shard's GPU memory
     slots: bool = False  # the client wants whole slots there, which the shard's kernel serves
     generation: int = 1  # of the placement that the client was told
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
-    """A shard's answer to Hello: the sizes of their region, and where a twin of it can be had."""
+    """A shard's answer to Hello: the sizes of their region, and where a mirror of it can be had."""
 
     depth: int
     request_bytes: int
     response_bytes: int
     table_bytes: int = 0
-    twin: Literal["", "fd", "ipc", "slots"] = ""  # by the third descriptor, by `handle`, or not at all
+    mirror: Literal["", "fd", "ipc", "slots"] = ""  # by the third descriptor, by `handle`, or not at all
     handle: bytes = b""
-    why: str = ""  # why there is no twin
+    why: str = ""  # why there is no mirror
     pinned: bool = False  # a GPU reads and writes the region: its pages have to stay
     proof: bytes = b""  # over TCP: the shard, too, knows the lease
 
@@ -81,12 +81,12 @@ def badge_of(leaders: bytes, shard: int) -> bytes:
 
 
 class Mapped(msgspec.Struct, tag="mapped", forbid_unknown_fields=True):
-    """A client with a device, after the Welcome: steps may come from now on, rows in the twin or in the slots.
+    """A client with a device, after the Welcome: steps may come from now on, rows in the mirror or in the slots.
 
     Where whole slots lie in the shard's memory, its own memory, for answers, comes along as a descriptor.
     """
 
-    twin: bool
+    mirror: bool
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):

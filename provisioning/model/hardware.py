@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from provisioning.inputs import InputError, positive
-from provisioning.model.profile import Machine, Profile, Quantity
+from provisioning.model.profile import MeasuredMachine, Profile, Quantity
 
 GIB = 2**30
 
@@ -100,7 +100,7 @@ def gpu_named(name: str, memory_gib: float | None, profile: Profile) -> GpuSpec:
     return replace(gpu, memory_bytes=positive(memory_gib, "--gpu-memory-gib", 1e6) * GIB, source="given")
 
 
-def _measured(name: str, machine: Machine, source: str) -> GpuSpec:
+def _measured(name: str, machine: MeasuredMachine, source: str) -> GpuSpec:
     rate = machine.memory_gb_per_s  # also of a copy to another process
     return _gpu(name, machine.memory_gib, rate, machine.tflops, rate, source)
 

@@ -11,7 +11,7 @@ Times are of one layer (gate_up and down together) for one instance's batch, whe
 said). A batch between or beyond the measured ones of the same ep is interpolated, or continued along the last two
 points, and so is a number of engines. "exposed" is what a layer takes beyond attention and the longer of FFN and LoRA
 step: what does not overlap, and what the engine itself does for an exchange. Terms with "prompt_" are of a prompt chunk
-of "batch" tokens. "machine", where there is one, stands for the preset: see `Machine`.
+of "batch" tokens. "machine", where there is one, stands for the preset: see `MeasuredMachine`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Quantity(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MeasuredMachine:
     """A machine that no preset describes: memory for one process, its rates, and how fast adapters are loaded."""
 
     memory_gib: float
@@ -62,7 +62,7 @@ class Profile:
     source: str = ""
     points: Mapping[str, Mapping[tuple[int, int], _Points]] = field(default_factory=dict)
     of: Mapping[str, Any] = field(default_factory=dict)
-    machine: Machine | None = None
+    machine: MeasuredMachine | None = None
 
     def knows(self, ep: int) -> bool:
         """Whether a layout of this ep can be planned: of a machine without a preset, only those that were measured."""
@@ -154,11 +154,11 @@ def load(path: str | Path) -> Profile:
     return Profile(f"{file.name}: {content.get('source', 'no source given')}", points, of, machine)
 
 
-def _machine(given: Any, where: str) -> Machine:
+def _machine(given: Any, where: str) -> MeasuredMachine:
     try:
-        found = Machine(**{name: float(value) for name, value in given.items()})
+        found = MeasuredMachine(**{name: float(value) for name, value in given.items()})
     except (AttributeError, TypeError, ValueError, OverflowError):
-        names = ", ".join(one.name for one in fields(Machine))
+        names = ", ".join(one.name for one in fields(MeasuredMachine))
         raise InputError(f"{where}: got {given!r}, expected numbers for {names}") from None
     for name, value in vars(found).items():
         if not (math.isfinite(value) and value > 0):

@@ -123,7 +123,7 @@ def _merged(scenario: Scenario, num: int) -> Point | None:
 
 
 def merged_base(scenario: Scenario) -> Point | None:
-    """Size instances whose base weights contain the hottest adapter, with a LoRA Server for all others.
+    """Size instances with the hottest adapter in their base weights, with a LoRA Server for all others.
 
     A share h of the rows stays in the engine. Any other row travels once and has two entries.
     """
@@ -131,7 +131,7 @@ def merged_base(scenario: Scenario) -> Point | None:
 
 
 def with_merged(model: StepModel) -> StepModel:
-    """Return the model of instances whose base weights contain the hottest adapter."""
+    """Return the model of instances with the hottest adapter in their base weights."""
     popularity, hottest = model.popularity.copy(), int(np.argmax(model.popularity))
     share = float(popularity[hottest])
     popularity[hottest] = 1.0 - share

@@ -7,7 +7,7 @@ import torch
 
 from lora_server.errors import ProtocolError
 from lora_server.transport import e4m3
-from lora_server.transport.rows import TORCH_DTYPES, SlotRows, TwinRows, twin_bytes
+from lora_server.transport.rows import TORCH_DTYPES, MirrorRows, SlotRows, mirror_bytes
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import RequestHeader
@@ -55,8 +55,8 @@ def send(link, seq, x, rows, out_width, dtype):
 @pytest.mark.parametrize("dtype", range(len(slot.DTYPES)))
 def test_rows_go_there_and_back(shard, dtype, width):
     """In every slot, next to each other's tables."""
-    if shard.kind == "device twin" and dtype == 0:
-        pytest.skip("a twin holds rows of 16 bits, or of 8")
+    if shard.kind == "device mirror" and dtype == 0:
+        pytest.skip("a mirror holds rows of 16 bits, or of 8")
     link, pick = shard.join(1), torch.Generator().manual_seed(dtype)
     for seq in range(1, 2 * LAYOUT.depth + 1):
         x = torch.randn(9, width, generator=pick)
@@ -99,7 +99,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("shard", DEVICES[1:], indirect=True)
-def test_a_twin_refuses_rows_of_32_bits(shard):
+def test_a_mirror_refuses_rows_of_32_bits(shard):
     link = shard.join(1)
     with pytest.raises(ProtocolError, match="got float32 rows in GPU memory, expected bfloat16 or float16"):
         link.put_rows(header_of(link, 1, 2, 8, 8, 0), torch.zeros(2, 8), torch.arange(2))
@@ -113,16 +113,16 @@ def test_a_link_without_a_device_routes_nothing(shard):
 
 
 @pytest.mark.parametrize(("wire", "dtype"), [("exact", 1), ("e4m3", slot.E4M3)])
-def test_rows_and_scales_of_two_slots_of_a_twin_never_overlap(wire, dtype):
+def test_rows_and_scales_of_two_slots_of_a_mirror_never_overlap(wire, dtype):
     spec = spec_of("mixtral")
     sites, layout = list(spec.sites()), RegionLayout.for_model(spec, 24, 2, wire)
     widest = max(map(spec.in_width, sites)), max(map(spec.out_width, sites))
-    twin = TwinRows(torch.zeros(twin_bytes(layout), dtype=torch.uint8), layout)
+    mirror = MirrorRows(torch.zeros(mirror_bytes(layout), dtype=torch.uint8), layout)
     for seq in (7, 8):
         header = header_of(None, seq, 24, *widest, dtype)
-        parts = [twin.request(header), twin.response(header)]
-        parts += [twin.response_scales(header)] if dtype == slot.E4M3 else []
+        parts = [mirror.request(header), mirror.response(header)]
+        parts += [mirror.response_scales(header)] if dtype == slot.E4M3 else []
         for part in parts:
             assert part.is_contiguous() and not part.view(torch.uint8).any()
             part.view(torch.uint8).fill_(1)
-    assert twin_bytes(layout) < layout.nbytes
+    assert mirror_bytes(layout) < layout.nbytes

@@ -1,4 +1,4 @@
-"""Shared memory between real processes: what is sealed, whose death is noticed, bells, and twins in device memory."""
+"""Shared memory between real processes: what is sealed, whose death is noticed, bells, and mirrors in device memory."""
 
 import contextlib
 import gc
@@ -164,7 +164,7 @@ def device_shard(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def make(memory=None, **options):
-            shard = stack.enter_context(echo_shard("device twin", tmp_path, memory, **options))
+            shard = stack.enter_context(echo_shard("device mirror", tmp_path, memory, **options))
             for client in (1, 2):
                 shard.port.grant(Grant(client, 1, b"key"))
             return shard
@@ -172,16 +172,16 @@ def device_shard(tmp_path):
         yield make
 
 
-def test_a_twin_is_made_when_it_is_asked_for_and_freed_some_time_after_the_client_went(device_shard):
+def test_a_mirror_is_made_when_it_is_asked_for_and_freed_some_time_after_the_client_went(device_shard):
     shard = device_shard(quarantine_seconds=0.2)
     plain = ShmLink(shard.listener.address, HELLO, SHARD, SECONDS)
     asking = shard.link(2)
-    (twin,) = shard.device.twins
-    assert shard.connection(2).rows is twin.rows and shard.device.pinned == 1, "the slots of client 1"
+    (mirror,) = shard.device.mirrors
+    assert shard.connection(2).rows is mirror.rows and shard.device.pinned == 1, "the slots of client 1"
     assert shard.connection(2).pause() < 1 and shard.connection(1).pause() == math.inf
     cut_off = time.monotonic()
     shard.port.revoke(2)
-    assert twin.freed.wait(SECONDS) and time.monotonic() - cut_off >= 0.2
+    assert mirror.freed.wait(SECONDS) and time.monotonic() - cut_off >= 0.2
     plain.close(), asking.close()
     until(lambda: gc.collect() >= 0 and shard.device.pinned == 0, "the slots to be unpinned")
 
@@ -189,12 +189,12 @@ def test_a_twin_is_made_when_it_is_asked_for_and_freed_some_time_after_the_clien
 def test_a_shard_without_room_serves_from_the_slots(device_shard):
     """Review item 2: it was an error of the join."""
     shard = device_shard(MemfdMemory(full=True))
-    link = shard.link(1, twin="may")
+    link = shard.link(1, mirror="may")
     assert link.transport == "shm" and link._puts.welcome.why == "no room on this device"
     assert isinstance(shard.connection(1).rows, SlotRows) and shard.gone == []
 
 
-def test_a_client_that_cannot_map_a_twin_keeps_its_lease(device_shard):
+def test_a_client_that_cannot_map_a_mirror_keeps_its_lease(device_shard):
     """Review item 1: the shard took its end for the client's, and the next try met no such lease."""
     shard = device_shard()
     with pytest.raises(ConfigError, match="this device cannot map it"):
@@ -203,15 +203,15 @@ def test_a_client_that_cannot_map_a_twin_keeps_its_lease(device_shard):
     assert shard.connection(1) and shard.gone == []
     link.close()
     until(lambda: shard.gone == [(1, 1)], "its end")
-    shard.link(2, twin="may", can_map=False)
+    shard.link(2, mirror="may", can_map=False)
     assert isinstance(shard.connection(2).rows, SlotRows)
-    assert shard.device.twins[1].freed.wait(SECONDS), "no client will use it"
+    assert shard.device.mirrors[1].freed.wait(SECONDS), "no client will use it"
 
 
 def test_nothing_is_served_before_the_client_says_what_it_mapped(device_shard):
     shard = device_shard(handshake_seconds=2.0)
-    with handshake(shard, messages.encode(Hello(1, 1, b"key", device=True, twin=True))) as (sock, data, fds):
-        assert messages.decode_welcome(data).twin == "fd" and len(fds) == 3
+    with handshake(shard, messages.encode(Hello(1, 1, b"key", device=True, mirror=True))) as (sock, data, fds):
+        assert messages.decode_welcome(data).mirror == "fd" and len(fds) == 3
         assert shard.port.connections == ()
         assert sock.recv(100) == b"", "a client that says nothing is cut off in time"
     assert shard.gone == [] and shard.port.connections == ()
@@ -220,7 +220,7 @@ def test_nothing_is_served_before_the_client_says_what_it_mapped(device_shard):
 @pytest.mark.parametrize("answer", [Mapped(True), Refused("a", "b"), HELLO])
 def test_a_client_that_mapped_what_it_was_not_given_is_cut_off(device_shard, answer):
     shard = device_shard(MemfdMemory(full=True))
-    with handshake(shard, messages.encode(Hello(1, 1, b"key", device=True, twin=True))) as (sock, _, _):
+    with handshake(shard, messages.encode(Hello(1, 1, b"key", device=True, mirror=True))) as (sock, _, _):
         sock.send(messages.encode(answer))
         with pytest.raises(ProtocolError):
             messages.decode_welcome(sock.recv(messages.MAX_MESSAGE_BYTES))
@@ -229,11 +229,11 @@ def test_a_client_that_mapped_what_it_was_not_given_is_cut_off(device_shard, ans
     ShmLink(shard.listener.address, Hello(2, 1, b"key"), SHARD, SECONDS).close()
 
 
-def test_a_client_without_a_device_gets_no_twin(device_shard):
+def test_a_client_without_a_device_gets_no_mirror(device_shard):
     """It was freed before its descriptor was sent: a lying client might have got another's."""
     shard = device_shard()
-    with handshake(shard, messages.encode(Hello(1, 1, b"key", twin=True))) as (_, data, fds):
-        with pytest.raises(ProtocolError, match="asks for a twin and has no device"):
+    with handshake(shard, messages.encode(Hello(1, 1, b"key", mirror=True))) as (_, data, fds):
+        with pytest.raises(ProtocolError, match="asks for a mirror and has no device"):
             messages.decode_welcome(data)
         assert fds == [] and shard.gone == [] and shard.port.connections == ()
 
@@ -251,10 +251,10 @@ def test_a_device_that_fails_ends_no_listener(device_shard, quiet):
 
 def test_a_client_that_joins_again_and_again_does_not_fill_the_device(device_shard):
     shard = device_shard()
-    links = [shard.link(1, twin="may") for _ in range(6)]
+    links = [shard.link(1, mirror="may") for _ in range(6)]
     made = [link.transport == "cuda_ipc" for link in links]
-    assert made[0] and not all(made) and len(shard.device.twins) < 6
-    assert "earlier twins" in links[made.index(False)]._puts.welcome.why
+    assert made[0] and not all(made) and len(shard.device.mirrors) < 6
+    assert "earlier mirrors" in links[made.index(False)]._puts.welcome.why
 
 
 # ---- bells: idle clients cost the loop nothing, none holds what another needs, and none is missed

@@ -258,7 +258,7 @@ SERVED = [
 def test_tokens_equal_peft(kind, layout, tmp_path):
     """Rows in the slots, prompts in several chunks, and more of them than a lane has slots."""
     load = workload(kind)
-    server = EmulatedServer(tmp_path, load.spec, load.paths, twin="no", layout=layout, max_step_rows=24, slots=2)
+    server = EmulatedServer(tmp_path, load.spec, load.paths, mirror="no", layout=layout, max_step_rows=24, slots=2)
     with attach(load.model, server) as lora, lora.adapters(load.names):
         assert lora.client.takes(torch.device("cpu"))
         load.check(generate(load.model, load.batch, NEW_TOKENS))
@@ -279,9 +279,9 @@ def logits_by_server(load, model, tokens, directory, wire="exact"):
     """Of a model whose rows a host routes, and of one whose device does, with rows in slots and in device memory."""
     options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512, "wire": wire}
     servers = [InprocServer(load.spec, load.paths, **options)]
-    for twin in ("no", "must"):
-        (directory / twin).mkdir()
-        servers.append(EmulatedServer(directory / twin, load.spec, load.paths, twin=twin, **options))
+    for mirror in ("no", "must"):
+        (directory / mirror).mkdir()
+        servers.append(EmulatedServer(directory / mirror, load.spec, load.paths, mirror=mirror, **options))
     (ids, mask), logits = tokens, []
     for server in servers:
         with attach(model, server) as lora, lora.adapters(load.names):
@@ -305,7 +305,7 @@ def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
 @needs_emulator
 def test_times_and_failures_are_told_as_on_the_host(tmp_path):
     load = workload("mixtral")
-    server = EmulatedServer(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1")
+    server = EmulatedServer(tmp_path, load.spec, load.paths, mirror="no", layout="ep2-pp1")
     seen = []
     ids, mask = pad(load.batch, 0)
     with attach(load.model, server) as lora:
@@ -335,10 +335,10 @@ def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
     class Mixed(EmulatedServer):
         def connect(self, hello):
             near, far = self.listeners
-            link = emulated_link(near.address, hello, 0, twin="no")
+            link = emulated_link(near.address, hello, 0, mirror="no")
             return [link, ShmLink(far.address, hello, 1)]
 
-    server = Mixed(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1", max_step_rows=24)
+    server = Mixed(tmp_path, load.spec, load.paths, mirror="no", layout="ep2-pp1", max_step_rows=24)
     with attach(load.model, server) as lora, lora.adapters(load.names):
         assert not lora.client.takes(torch.device("cpu"))
         load.check(generate(load.model, load.batch, NEW_TOKENS))

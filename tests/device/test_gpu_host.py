@@ -358,8 +358,8 @@ def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters
     steps = host.join(host.load(tiny_adapters["all"]))
     steps.step()
     (connection,) = host.port.connections
-    twin = next(peer.twin for peer in host.peers() if peer.connection is connection)
-    assert not twin.free() and not twin._requests.closed.is_set()
+    mirror = next(peer.mirror for peer in host.peers() if peer.connection is connection)
+    assert not mirror.free() and not mirror._requests.closed.is_set()
     steps.link.close()
-    until(twin.free, "the kernel gave it up")
-    assert twin._requests.closed.is_set() and twin._responses.closed.is_set()
+    until(mirror.free, "the kernel gave it up")
+    assert mirror._requests.closed.is_set() and mirror._responses.closed.is_set()

@@ -295,8 +295,8 @@ def test_parts_hold_every_table_and_are_whole_pages(rows: int, depth: int, wire:
     parts = [*layout.tables(), *layout.answers()]
     assert all(not number % PAGE_BYTES for part in parts for number in part)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(parts))
-    assert _used_parts(layout, twin=True) == [(0, PAGE_BYTES), *layout.tables()]
-    assert _used_parts(layout, twin=False) == [(0, layout.nbytes)], "rows lie there"
+    assert _used_parts(layout, mirror=True) == [(0, PAGE_BYTES), *layout.tables()]
+    assert _used_parts(layout, mirror=False) == [(0, layout.nbytes)], "rows lie there"
     silent = RegionLayout(depth, 8192, 4096)
     assert silent.tables() == [(4096 + slot * 8192, 12288 + slot * 8192) for slot in range(depth)], "all of a request"
     assert RegionLayout(1, 8192, 4096, table_bytes=9000).tables() == [(4096, 12288)], "no more than there is"

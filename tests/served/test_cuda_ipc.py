@@ -86,9 +86,9 @@ def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(server, mo
         assert torch.equal(before, after)
 
 
-def test_a_twin_begins_with_zeros_and_outlives_its_shard():
+def test_a_mirror_begins_with_zeros_and_outlives_its_shard():
     """In one process here; between two in every test above."""
-    from lora_server.device.client.imported_twin import ImportedTwin
+    from lora_server.device.client.imported_mirror import ImportedMirror
     from lora_server.device.host.device_memory import GpuMemory
     from lora_server.device.protocol.virtual_memory import can_share_descriptors
 
@@ -99,12 +99,12 @@ def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     used = torch.full((64 << 20,), 255, dtype=torch.uint8, device=device)
     del used
     torch.cuda.empty_cache()
-    twin = GpuMemory(device).twin(layout, os.getpid())
-    assert int(twin.rows.memory.count_nonzero()) == 0 and twin.rows.memory.nbytes % (2 << 20) == 0
-    client = ImportedTwin(Welcome(2, 8192, 4096, twin="fd"), twin.fd, layout, device)
+    mirror = GpuMemory(device).mirror(layout, os.getpid())
+    assert int(mirror.rows.memory.count_nonzero()) == 0 and mirror.rows.memory.nbytes % (2 << 20) == 0
+    client = ImportedMirror(Welcome(2, 8192, 4096, mirror="fd"), mirror.fd, layout, device)
     client.rows.memory[5] = 7
-    assert int(twin.rows.memory[5]) == 7
-    assert twin.free()
+    assert int(mirror.rows.memory[5]) == 7
+    assert mirror.free()
     client.rows.memory[6] = 8
     assert client.rows.memory[5:7].tolist() == [7, 8]
     client.close()

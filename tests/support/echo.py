@@ -26,9 +26,9 @@ from tests.support.gpu import emulated
 from tests.support.gpu.emulated_link import MemfdMemory, emulated_link
 from tests.support.serving import until
 
-# `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
+# `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a mirror
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device twin")]
+DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device mirror")]
 KINDS = ["inproc", "shm", "tcp", "tls", *DEVICES]
 
 
@@ -86,8 +86,8 @@ class EchoShard:
         if self.kind == "inproc":
             link = InprocLink(self.port, hello, SHARD, self.serve_once)
         elif self.device is not None:
-            twin = "must" if self.kind == "device twin" else "no"
-            link = emulated_link(address, hello, SHARD, **{"twin": twin, **device})
+            mirror = "must" if self.kind == "device mirror" else "no"
+            link = emulated_link(address, hello, SHARD, **{"mirror": mirror, **device})
         elif self.kind == "shm":
             link = ShmLink(address, hello, SHARD, seconds)
         else:

@@ -16,7 +16,7 @@ from lora_server.wire.events import (
     RESIDENCY,
     AnyEvent,
     EventBatch,
-    Message,
+    EventMessage,
     encode,
     topic_of,
 )
@@ -27,16 +27,16 @@ class EventRing:
 
     def __init__(self, depth: int = DEPTH) -> None:
         self._depth, self._events = depth, 0
-        self._messages: deque[Message] = deque()
+        self._messages: deque[EventMessage] = deque()
 
-    def add(self, message: Message) -> None:
+    def add(self, message: EventMessage) -> None:
         """Keep a message, and drop the oldest ones beyond the depth."""
         self._messages.append(message)
         self._events += message.size
         while self._events > self._depth and len(self._messages) > 1:
             self._events -= self._messages.popleft().size
 
-    def since(self, topic: str, sequence: int) -> list[Message]:
+    def since(self, topic: str, sequence: int) -> list[EventMessage]:
         """Return the messages of a topic after a sequence, oldest first, as far as they are kept."""
         newest = (one for one in reversed(self._messages) if one.topic == topic)
         return list(takewhile(lambda one: one.sequence > sequence, newest))[::-1]
@@ -72,7 +72,7 @@ class EventLog:
             if len(self._pending) == 1:
                 self._wake()
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[EventMessage]:
         """Return what is pending as messages, which are kept for replay. For the publisher's thread."""
         with self._lock:
             pending, self._pending = self._pending, []
@@ -87,10 +87,10 @@ class EventLog:
                 taken.append(self._keep(kind, topic, encode(EventBatch(now, some)), len(some)))
         return taken
 
-    def _keep(self, kind: str, topic: str, payload: bytes, size: int) -> Message:
+    def _keep(self, kind: str, topic: str, payload: bytes, size: int) -> EventMessage:
         with self._lock:
             sequence = self._sequences.get(topic, self.epoch) + 1
-            message = Message(topic, sequence, payload, size)
+            message = EventMessage(topic, sequence, payload, size)
             self._sequences[topic] = sequence
             self._rings[kind].add(message)
         return message
@@ -101,19 +101,19 @@ class EventLog:
             for topic in topics:
                 self._sequences.setdefault(topic, self.epoch)
 
-    def heartbeats(self) -> list[Message]:
+    def heartbeats(self) -> list[EventMessage]:
         """Return a message without events for every topic that had none since the last call."""
         payload, sequences = encode(EventBatch(self._clock.time(), [])), self.sequences()
         quiet = [topic for topic, sequence in sequences.items() if self._beaten.get(topic, self.epoch) == sequence]
         self._beaten = sequences
-        return [Message(topic, sequences[topic], payload, 0) for topic in quiet]
+        return [EventMessage(topic, sequences[topic], payload, 0) for topic in quiet]
 
     def sequences(self) -> dict[str, int]:
         """Return the last sequence of every topic; the epoch for a topic without events."""
         with self._lock:
             return dict(self._sequences)
 
-    def since(self, topic: str, sequence: int) -> tuple[list[Message], bool]:
+    def since(self, topic: str, sequence: int) -> tuple[list[EventMessage], bool]:
         """Return a topic's messages after a sequence as far as they are kept, and whether some are not: they are too
         old, or the sequence is of another epoch."""
         with self._lock:

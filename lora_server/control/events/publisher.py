@@ -15,7 +15,7 @@ from lora_server.clock import SYSTEM, Clock
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.sockets import EventSocket
 from lora_server.timings import DEFAULTS, Timings
-from lora_server.wire.events import Message
+from lora_server.wire.events import EventMessage
 
 CLOSE_SECONDS = 5.0
 log = structlog.get_logger()
@@ -80,7 +80,7 @@ class EventPublisher:
         os.eventfd_read(self._bell)
         return True
 
-    def _send(self, messages: Iterable[Message]) -> None:
+    def _send(self, messages: Iterable[EventMessage]) -> None:
         for message in messages:
             self._socket.send(message)
 

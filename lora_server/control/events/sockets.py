@@ -16,7 +16,7 @@ from lora_server.control.events.inbound import InboundLimit
 from lora_server.control.events.keys import ReaderKeys
 from lora_server.control.events.topics import topics_of_tenant
 from lora_server.timings import Timings
-from lora_server.wire.events import Message
+from lora_server.wire.events import EventMessage
 
 MOST_QUEUED = 1000  # messages for one subscriber; beyond them it loses messages
 MOST_INBOUND = 1024  # bytes of a subscriber's message; a longer one ends its connection
@@ -33,7 +33,7 @@ class EventSocket(Protocol):
     endpoint: str
     heard: list[zmq.Socket[bytes]]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EventMessage) -> None:
         """Send a message to the subscribers of its topic; one whose queue is full loses it."""
 
     def hear(self) -> None:
@@ -64,7 +64,7 @@ class IpcEvents(EventSocket):
         self.endpoint = endpoint
 
     @override
-    def send(self, message: Message) -> None:
+    def send(self, message: EventMessage) -> None:
         self._socket.send_multipart(message.frames())
 
     @override
@@ -115,7 +115,7 @@ class TcpEvents(EventSocket):
         self.heard = [self._door, self._socket]
 
     @override
-    def send(self, message: Message) -> None:
+    def send(self, message: EventMessage) -> None:
         self._socket.send_multipart(message.frames())
 
     @override
@@ -162,7 +162,7 @@ class TcpEvents(EventSocket):
         return [topic.encode() for topic in sorted(topics) if topic.encode().startswith(prefix)]
 
     def _reopen(self) -> None:
-        """End all connections and listen again: readers whose keys are known connect again by themselves."""
+        """End all connections and listen again: readers with known keys connect again by themselves."""
         self.close()
         self._open()
 

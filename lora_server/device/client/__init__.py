@@ -4,5 +4,5 @@ links     opens links                                    put       the put kerne
 steps     arguments of a link's puts                     cuda_ipc  a link to a shard that its host serves
 link      a link to a shard that a kernel serves         ends      its ends: on this host, or in NVSHMEM's world
 state     its state block, and waits for answers         captured  its use in CUDA graphs
-imported_twin  GPU memory of a shard, mapped here
+imported_mirror  GPU memory of a shard, mapped here
 """

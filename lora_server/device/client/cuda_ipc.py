@@ -3,7 +3,7 @@
 A put kernel (put.cu), on a stream of its own with the highest priority, stores tables and rows and then the
 request signal, with release at system scope; nothing waits for the engine's GEMM, and the host waits for no
 stream. Signals, headers and tables lie in the region, which this process pins. Rows and deltas lie in its
-twin, memory of the shard's GPU that the client has mapped too (device.host.device_memory), or, where there is
+mirror, memory of the shard's GPU that the client has mapped too (device.host.device_memory), or, where there is
 none, in the region as well. A GPU rings no bell: the shard looks at such clients' signals itself.
 
 The host launches on one side, and waits for answers on the other: see Link.
@@ -22,13 +22,13 @@ from typing_extensions import override
 
 from kernels_cuda.routing import Choice, Route, router
 from lora_server.device.client import put
-from lora_server.device.client.imported_twin import ImportedTwin
+from lora_server.device.client.imported_mirror import ImportedMirror
 from lora_server.device.client.put import Put
 from lora_server.device.client.steps import DeviceSteps
 from lora_server.device.protocol.pinned import Pinned
 from lora_server.errors import ConfigError
 from lora_server.transport.base import Link
-from lora_server.transport.rows import TwinRows
+from lora_server.transport.rows import MirrorRows
 from lora_server.transport.shm import ShmLink
 from lora_server.wire.messages import Hello, Welcome
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
@@ -45,15 +45,15 @@ class CudaPuts:
         """Raises as CuPy does."""
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=HIGHEST)
-        self._held: list[ImportedTwin | Pinned] = []
+        self._held: list[ImportedMirror | Pinned] = []
         put.try_out(self.stream, device)
         router(device)  # compiled now, not in the first step
 
-    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> TwinRows:
-        """Map the twin that a shard offers. Raises ConfigError."""
-        twin = ImportedTwin(welcome, fd, layout, self.device)
-        self._held.append(twin)
-        return twin.rows
+    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> MirrorRows:
+        """Map the mirror that a shard offers. Raises ConfigError."""
+        mirror = ImportedMirror(welcome, fd, layout, self.device)
+        self._held.append(mirror)
+        return mirror.rows
 
     def pin(self, memory: memoryview, parts: list[tuple[int, int]]) -> Callable[[int], int]:
         """Let kernels use parts of host memory; return the address of an offset as a function. Raises ConfigError."""
@@ -87,32 +87,32 @@ class IpcLink(Link):
     """The client's end; see Link. Shared memory carries the handshake, the headers and the answers' signals."""
 
     def __init__(
-        self, address: str, hello: Hello, shard: int, puts: CudaPuts, twin: Literal["must", "may", "no"]
+        self, address: str, hello: Hello, shard: int, puts: CudaPuts, mirror: Literal["must", "may", "no"]
     ) -> None:
-        """`twin`: whether rows must, may or shall not lie in the shard's GPU memory. Owns `puts`.
+        """`mirror`: whether rows must, may or shall not lie in the shard's GPU memory. Owns `puts`.
 
-        Raises ConfigError without a twin that there must be, or where the region cannot be pinned.
+        Raises ConfigError without a mirror that there must be, or where the region cannot be pinned.
         """
         self.shard, self.epoch, self.device, self._puts = shard, hello.epoch, puts.device, puts
-        asks = msgspec.structs.replace(hello, device=True, twin=twin != "no")
+        asks = msgspec.structs.replace(hello, device=True, mirror=mirror != "no")
         try:
-            self.shm = ShmLink(address, asks, shard, prepare=lambda *offer: self._prepare(twin, *offer))
+            self.shm = ShmLink(address, asks, shard, prepare=lambda *offer: self._prepare(mirror, *offer))
         except BaseException:
             puts.close()
             raise
 
     def _prepare(self, wanted: str, region: Region, welcome: Welcome, fd: int) -> tuple[bool, list[int]]:
         self.region, layout = region, region.layout
-        twin = None if wanted == "no" else self._map(wanted, welcome, fd)
-        address_of = self._puts.pin(region.memory, _used_parts(layout, twin is not None))
+        mirror = None if wanted == "no" else self._map(wanted, welcome, fd)
+        address_of = self._puts.pin(region.memory, _used_parts(layout, mirror is not None))
         slots = [address_of(PAGE_BYTES + i * layout.request_bytes) for i in range(layout.depth)]
-        self._steps = DeviceSteps(self._puts.device, self.epoch, slots, address_of(0), twin)
+        self._steps = DeviceSteps(self._puts.device, self.epoch, slots, address_of(0), mirror)
         self.transport = "shm"
-        if twin is not None:
-            self.transport, self.rows = "cuda_ipc", twin
-        return twin is not None, []
+        if mirror is not None:
+            self.transport, self.rows = "cuda_ipc", mirror
+        return mirror is not None, []
 
-    def _map(self, wanted: str, welcome: Welcome, fd: int) -> TwinRows | None:
+    def _map(self, wanted: str, welcome: Welcome, fd: int) -> MirrorRows | None:
         try:
             return self._puts.map(welcome, fd, self.region.layout)
         except ConfigError as error:
@@ -153,6 +153,6 @@ class IpcLink(Link):
         self.shm.close()
 
 
-def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
-    """Return the parts of a region that a GPU accesses: all of it, or with a twin all but the rows."""
-    return [(0, PAGE_BYTES), *layout.tables()] if twin else [(0, layout.nbytes)]
+def _used_parts(layout: RegionLayout, mirror: bool) -> list[tuple[int, int]]:
+    """Return the parts of a region that a GPU accesses: all of it, or with a mirror all but the rows."""
+    return [(0, PAGE_BYTES), *layout.tables()] if mirror else [(0, layout.nbytes)]

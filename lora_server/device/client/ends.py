@@ -40,7 +40,7 @@ class HostEnds:
         """Raises ConfigError where the shard has no such memory, or it cannot be mapped."""
         _compile(gpu)
         self.shard, self._gpu = shard, gpu
-        self._asks = msgspec.structs.replace(hello, device=True, twin=True, slots=True)
+        self._asks = msgspec.structs.replace(hello, device=True, mirror=True, slots=True)
         with contextlib.ExitStack() as undo:
             self._undo = undo
             self._shm = ShmLink(address, self._asks, shard, prepare=self._prepare)
@@ -48,7 +48,7 @@ class HostEnds:
             self._undo = undo.pop_all()
 
     def _prepare(self, region: Region, welcome: Welcome, fd: int) -> tuple[bool, list[int]]:
-        if welcome.twin != "slots":
+        if welcome.mirror != "slots":
             raise ConfigError(
                 f"transport gpu: shard {self.shard}: {welcome.why or 'it has no kernel that serves'}; start the server "
                 "with --device cuda --gpu-transport gpu, or attach with transport='auto'"

@@ -26,12 +26,12 @@ def open_gpu(address: str, hello: Hello, shard: int, device: str) -> Link:
     return KernelLink(gpu, HostEnds(address, hello, shard, gpu))
 
 
-def open_cuda_ipc(address: str, hello: Hello, shard: int, device: str, twin: Literal["must", "may", "no"]) -> Link:
-    """Return a link to a shard of this host that its host serves; `twin`: see IpcLink. Raises as CuPy does."""
+def open_cuda_ipc(address: str, hello: Hello, shard: int, device: str, mirror: Literal["must", "may", "no"]) -> Link:
+    """Return a link to a shard of this host that its host serves; `mirror`: see IpcLink. Raises as CuPy does."""
     index = torch.device(device).index
     puts = CudaPuts(torch.device("cuda", torch.cuda.current_device() if index is None else index))
     with torch.cuda.stream(puts.stream):  # what the link makes is there before its first step is
-        return IpcLink(address, hello, shard, puts, twin)
+        return IpcLink(address, hello, shard, puts, mirror)
 
 
 def place_in_world(device: str) -> pb.Place:

@@ -1,7 +1,7 @@
 // One step of a client into a shard's memory: tables, rows, then the signal. One one-sided put.
 //
 // The host has written the header, and the tables too unless `counts` is given: then a step was routed on this GPU
-// (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a twin in GPU memory, or
+// (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a mirror in GPU memory, or
 // behind the tables in the slot, which is host memory that both processes map. The last block to finish stores the
 // signal with a release at system scope: a reader of the signal finds the rest in place.
 #include "rows.cuh"

@@ -12,18 +12,18 @@ import torch
 
 from kernels_cuda.routing import Choice, Route
 from lora_server.device.client.put import Put, PutPlace
-from lora_server.transport.rows import TwinRows
+from lora_server.transport.rows import MirrorRows
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
 
 class DeviceSteps:
-    """The puts of one link. Addresses are the device's; `twin` holds the rows, unless the slots do."""
+    """The puts of one link. Addresses are the device's; `mirror` holds the rows, unless the slots do."""
 
     def __init__(
-        self, device: torch.device, epoch: int, slots: Sequence[int], signal: int, twin: TwinRows | None = None
+        self, device: torch.device, epoch: int, slots: Sequence[int], signal: int, mirror: MirrorRows | None = None
     ) -> None:
-        self._device, self._epoch, self._slots, self._signal, self._twin = device, epoch, slots, signal, twin
+        self._device, self._epoch, self._slots, self._signal, self._mirror = device, epoch, slots, signal, mirror
         self._waiting: tuple[Put, Choice | None] | None = None
         self._routes: dict[int, Route] = {}  # of each slot
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
@@ -40,11 +40,11 @@ class DeviceSteps:
         if rows.device != self._device:
             rows = rows.pin_memory().to(self._device, non_blocking=True)
         at, in_codes = self.slot(header.seq), header.dtype == slot.E4M3
-        if self._twin is None:
+        if self._mirror is None:
             row_bytes = x_TK.shape[1] * slot.ELEMENT_BYTES[header.dtype]
             to = at + slot.HEADER_BYTES + header.payload_bytes - len(rows) * row_bytes
         else:
-            to = self._twin.request_address(header)
+            to = self._mirror.request_address(header)
         tables = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0, header.num_rows)
         scales = at + tables.scales if in_codes else 0
         put = Put(
@@ -54,7 +54,7 @@ class DeviceSteps:
 
     def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
         """See Link.put_routed."""
-        to = 0 if self._twin is None else self._twin.request_address(header)
+        to = 0 if self._mirror is None else self._mirror.request_address(header)
         route, place, in_codes = self._route(header.seq, choice), self._place(header.seq), header.dtype == slot.E4M3
         put = Put(x=_contiguous(x_TK), to=to, place=place, route=route, by_entry=by_entry, in_codes=in_codes)
         self._waiting = put, choice

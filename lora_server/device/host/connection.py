@@ -14,7 +14,7 @@ from typing_extensions import override
 from lora_server.device.protocol.gpu import Gpu, Memory
 from lora_server.device.protocol.slots import GpuRows, SlotSizes
 from lora_server.errors import ConfigError, ProtocolError
-from lora_server.transport.base import Grant, Twin
+from lora_server.transport.base import Grant, Mirror
 from lora_server.transport.bells import Bell
 from lora_server.transport.rows import Rows
 from lora_server.transport.shm import ShmConnection
@@ -42,8 +42,8 @@ class GpuConnection(ShmConnection):
         return 0
 
 
-class GpuTwin:
-    """Slots for one client; see base.Twin and shm.SlotsTwin. Freed when the kernel has given them up."""
+class GpuMirror:
+    """Slots for one client; see base.Mirror and shm.MirrorSlots. Freed when the kernel has given them up."""
 
     kind: Literal["fd", "ipc", "slots"] = "slots"
     handle = b""
@@ -94,9 +94,9 @@ class SlotsMemory:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
 
-    def twin(self, layout: RegionLayout, pid: int) -> Twin:
+    def mirror(self, layout: RegionLayout, pid: int) -> Mirror:
         """Create a client's slots. Raises ShardUnavailableError without room, or if memory cannot be shared."""
-        return GpuTwin(self._gpu, layout)
+        return GpuMirror(self._gpu, layout)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Do nothing: a Carrier pins the region itself."""

@@ -23,25 +23,25 @@ from kernels_cuda.cuda import on_device
 from lora_server.device.protocol.pinned import Pinned
 from lora_server.device.protocol.virtual_memory import Exported, as_tensor, can_share_descriptors, zero
 from lora_server.errors import ConfigError, ShardUnavailableError
-from lora_server.transport.base import Twin
-from lora_server.transport.rows import Rows, TwinRows, twin_bytes
+from lora_server.transport.base import Mirror
+from lora_server.transport.rows import MirrorRows, Rows, mirror_bytes
 from lora_server.wire.region import RegionLayout
 
 BLOCK_BYTES = 2 << 20
 log = structlog.get_logger()
 
 
-class _DescriptorTwin:
-    """A shard's end; see Twin."""
+class _DescriptorMirror:
+    """A shard's end; see Mirror."""
 
     rows: Rows
     kind: Literal["fd", "ipc", "slots"] = "fd"
     handle = b""
 
     def __init__(self, layout: RegionLayout, device: torch.device) -> None:
-        self._memory = Exported(twin_bytes(layout), device)
+        self._memory = Exported(mirror_bytes(layout), device)
         self.fd = self._memory.fd
-        self.rows = TwinRows(self._memory.tensor, layout)
+        self.rows = MirrorRows(self._memory.tensor, layout)
 
     def free(self) -> bool:
         """Free the memory at once: the client's own mapping keeps what it maps. Idempotent."""
@@ -55,18 +55,18 @@ class _DescriptorTwin:
 # -- where descriptors cannot be had
 
 
-class _HandleTwin:
-    """A shard's end by an IPC handle; see Twin. Freed, it waits in `spare` for the next client."""
+class _HandleMirror:
+    """A shard's end by an IPC handle; see Mirror. Freed, it waits in `spare` for the next client."""
 
     rows: Rows
     kind: Literal["fd", "ipc", "slots"] = "ipc"
     fd = -1
 
-    def __init__(self, layout: RegionLayout, device: torch.device, spare: list[_HandleTwin]) -> None:
+    def __init__(self, layout: RegionLayout, device: torch.device, spare: list[_HandleMirror]) -> None:
         import cupy
 
         self._spare, self._client = spare, -1
-        nbytes = -(-twin_bytes(layout) // BLOCK_BYTES) * BLOCK_BYTES  # a client maps whole blocks of it
+        nbytes = -(-mirror_bytes(layout) // BLOCK_BYTES) * BLOCK_BYTES  # a client maps whole blocks of it
         pointer = cupy.cuda.runtime.malloc(nbytes)
         try:
             self.handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(pointer)
@@ -74,9 +74,9 @@ class _HandleTwin:
             cupy.cuda.runtime.free(pointer)
             raise
         self._memory = as_tensor(pointer, nbytes, None, device)
-        self.rows = TwinRows(self._memory, layout)
+        self.rows = MirrorRows(self._memory, layout)
 
-    def give(self, pid: int) -> _HandleTwin:
+    def give(self, pid: int) -> _HandleMirror:
         """Hand it to a client's process, zeroed."""
         zero(self._memory)
         with contextlib.suppress(OSError):  # it has ended, or is out of sight: in another container, say
@@ -100,21 +100,21 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spare: list[_HandleTwin] = []
+        self._spare: list[_HandleMirror] = []
         self._lock = threading.Lock()
 
-    def twin(self, layout: RegionLayout, pid: int) -> Twin:
-        """Allocate a twin for a client's process; raises ShardUnavailableError if that cannot be done."""
+    def mirror(self, layout: RegionLayout, pid: int) -> Mirror:
+        """Allocate a mirror for a client's process; raises ShardUnavailableError if that cannot be done."""
         with self._lock, on_device(self._device):
             try:
                 if can_share_descriptors(self._device):
-                    return _DescriptorTwin(layout, self._device)
-                spare = self._spare.pop() if self._spare else _HandleTwin(layout, self._device, self._spare)
+                    return _DescriptorMirror(layout, self._device)
+                spare = self._spare.pop() if self._spare else _HandleMirror(layout, self._device, self._spare)
                 return spare.give(pid)
             except (RuntimeError, ImportError) as error:
                 raise ShardUnavailableError(
-                    f"{self._device}: cannot share {twin_bytes(layout)} bytes for a client's rows ({error}); start the "
-                    "server with a smaller --device-pool, --max-step-rows or --slots"
+                    f"{self._device}: cannot share {mirror_bytes(layout)} bytes for a client's rows ({error}); start "
+                    "the server with a smaller --device-pool, --max-step-rows or --slots"
                 ) from error
 
     def pin(self, memory: memoryview) -> Callable[[], None]:

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.cuda import on_device
-from lora_server.device.protocol.cuda_kernels import CudaKernels, Load, compiled
+from lora_server.device.protocol.cuda_kernels import DeviceKernels, Load, compiled
 from lora_server.device.protocol.gpu import Gpu, Memory, Queue, Shared
 from lora_server.device.protocol.needs import check
 from lora_server.device.protocol.pinned import Pinned
@@ -158,9 +158,9 @@ class CudaGpu(Gpu):
     """See Gpu. The caller's thread needs no context: it gets the device's."""
 
     def __init__(self, device: torch.device, multiprocessors: int | None = None, load: Load = compiled) -> None:
-        """See CudaKernels."""
+        """See DeviceKernels."""
         self.device = device
-        self.functions = CudaKernels(device, self.kernels, multiprocessors, load)
+        self.functions = DeviceKernels(device, self.kernels, multiprocessors, load)
         self._lock = threading.Lock()
         self.streams = _Streams(device)
         self._writes = self.streams.take(urgent=False)

@@ -34,7 +34,7 @@ def compiled(source: str, defines: tuple[str, ...]) -> Any:
     return cupy.RawModule(code=text, options=(STANDARD, *defines), enable_cooperative_groups=source in SERVES)
 
 
-class CudaKernels:
+class DeviceKernels:
     """The kernels of one GPU. Thread-safe."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """A device that is this CPU: links with emulated kernels, and shards with a memfd as device memory.
 
-Both ends do all that they do with a GPU, but for the GPU itself: handshake, twins, put and route kernels.
+Both ends do all that they do with a GPU, but for the GPU itself: handshake, mirrors, put and route kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_server.device.client.cuda_ipc import IpcLink
 from lora_server.device.client.put import Put
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.mapping import Mapping
-from lora_server.transport.rows import TwinRows, twin_bytes
+from lora_server.transport.rows import MirrorRows, mirror_bytes
 from lora_server.transport.shm import create_memory
 from lora_server.wire.messages import Hello, Welcome
 from lora_server.wire.region import RegionLayout
@@ -30,15 +30,15 @@ ROUTE = Variant(bulk_copy=False, warps=2)
 STACK_BYTES = 32 << 10
 
 
-def _rows(memory: Mapping, layout: RegionLayout) -> TwinRows:
-    return TwinRows(torch.frombuffer(memory.view, dtype=torch.uint8), layout)
+def _rows(memory: Mapping, layout: RegionLayout) -> MirrorRows:
+    return MirrorRows(torch.frombuffer(memory.view, dtype=torch.uint8), layout)
 
 
-class MemfdTwin:
+class MemfdMirror:
     kind, handle = "fd", b""
 
     def __init__(self, layout: RegionLayout) -> None:
-        self.fd, memory = create_memory("twin", twin_bytes(layout))
+        self.fd, memory = create_memory("mirror", mirror_bytes(layout))
         self.rows = _rows(memory, layout)
         self.freed = threading.Event()
 
@@ -49,18 +49,18 @@ class MemfdTwin:
 
 
 class MemfdMemory:
-    """See DeviceMemory. `full`: there is no room for twins; `keeps`: what is pinned now."""
+    """See DeviceMemory. `full`: there is no room for mirrors; `keeps`: what is pinned now."""
 
     slots = False
 
     def __init__(self, full: bool = False) -> None:
-        self.full, self.twins, self.pinned = full, list[MemfdTwin](), 0
+        self.full, self.mirrors, self.pinned = full, list[MemfdMirror](), 0
 
-    def twin(self, layout: RegionLayout, pid: int) -> MemfdTwin:
+    def mirror(self, layout: RegionLayout, pid: int) -> MemfdMirror:
         if self.full:
             raise ShardUnavailableError("no room on this device")
-        self.twins.append(MemfdTwin(layout))
-        return self.twins[-1]
+        self.mirrors.append(MemfdMirror(layout))
+        return self.mirrors[-1]
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         self.pinned += 1
@@ -72,18 +72,18 @@ class MemfdMemory:
 
 
 class EmulatedPuts:
-    """See CudaPuts. `can_map`: whether this client's device can map a twin."""
+    """See CudaPuts. `can_map`: whether this client's device can map a mirror."""
 
     device = CPU
 
     def __init__(self, can_map: bool) -> None:
         self._can_map = can_map
 
-    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> TwinRows:
+    def map(self, welcome: Welcome, fd: int, layout: RegionLayout) -> MirrorRows:
         self.welcome = welcome
-        if not (welcome.twin and self._can_map):
-            raise ConfigError(f"no twin: {welcome.why or 'this device cannot map it'}")
-        return _rows(Mapping(twin_bytes(layout), fd), layout)
+        if not (welcome.mirror and self._can_map):
+            raise ConfigError(f"no mirror: {welcome.why or 'this device cannot map it'}")
+        return _rows(Mapping(mirror_bytes(layout), fd), layout)
 
     def pin(self, memory: memoryview, parts: list[tuple[int, int]]) -> Callable[[int], int]:
         begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -101,5 +101,5 @@ class EmulatedPuts:
         """Keep nothing mapped: views of the memory do."""
 
 
-def emulated_link(address: str, hello: Hello, shard: int, *, twin: str = "must", can_map: bool = True) -> IpcLink:
-    return IpcLink(address, hello, shard, EmulatedPuts(can_map), twin)
+def emulated_link(address: str, hello: Hello, shard: int, *, mirror: str = "must", can_map: bool = True) -> IpcLink:
+    return IpcLink(address, hello, shard, EmulatedPuts(can_map), mirror)

@@ -15,15 +15,15 @@ from tests.support.gpu.emulated_link import MemfdMemory, emulated_link
 
 
 class EmulatedServer(InprocServer):
-    """`twin`: "must" puts rows into device memory, "no" into the slots."""
+    """`mirror`: "must" puts rows into device memory, "no" into the slots."""
 
     device: Callable[[], DeviceMemory | None] = MemfdMemory  # of a shard
 
     def __init__(
-        self, directory: Path, spec: ModelSpec, paths: dict[str, Path], *, twin: str, **options: object
+        self, directory: Path, spec: ModelSpec, paths: dict[str, Path], *, mirror: str, **options: object
     ) -> None:
         super().__init__(spec, paths, **options)
-        self.twin, self._stop = twin, threading.Event()
+        self.mirror, self._stop = mirror, threading.Event()
         self.listeners = [
             ShmListener(shard.port, directory / f"shard-{shard.index}.sock", self.device()) for shard in self.shards
         ]
@@ -32,7 +32,9 @@ class EmulatedServer(InprocServer):
             thread.start()
 
     def connect(self, hello: Hello) -> list[Link]:
-        return [emulated_link(one.address, hello, index, twin=self.twin) for index, one in enumerate(self.listeners)]
+        return [
+            emulated_link(one.address, hello, index, mirror=self.mirror) for index, one in enumerate(self.listeners)
+        ]
 
     def close(self) -> None:
         self._stop.set()

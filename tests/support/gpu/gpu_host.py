@@ -32,4 +32,4 @@ class Host(LocalShard):
         steps.handle = handle
 
     def peers(self) -> list:
-        return [key.data for key in self.listener._selector.get_map().values() if hasattr(key.data, "twin")]
+        return [key.data for key in self.listener._selector.get_map().values() if hasattr(key.data, "mirror")]

@@ -7,7 +7,7 @@ import pytest
 
 from client_connector.remote import LoadingAnswer, RemoteServer
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller, AdmissionTicket
-from client_connector.serving.request_state import Event
+from client_connector.serving.request_state import RequestEvent
 from lora_server.access.identity import Role
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -40,7 +40,7 @@ def loading(gated, session, name):
     request = AdapterRequest(name, name, ticket=AdmissionTicket(session, session.ticket()))
     answer = session.ask(request.ticket.number, [name], pace=0.0)
     assert isinstance(answer, LoadingAnswer) and answer.seconds is None
-    request.state = request.state.after(Event.NO_WEIGHTS, held=answer.held[0]).state
+    request.state = request.state.after(RequestEvent.NO_WEIGHTS, held=answer.held[0]).state
     return request
 
 
@@ -50,7 +50,7 @@ def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined
 
     def ask(request):
         (held,) = session.ask(request.ticket.number, [request.name])
-        request.state = request.state.after(Event.GRANTED, held=held).state
+        request.state = request.state.after(RequestEvent.GRANTED, held=held).state
         answered.append(request.name)
         return True
 

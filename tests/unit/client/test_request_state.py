@@ -11,9 +11,9 @@ from client_connector.serving.request_state import (
     MAX_RETRIED_STEPS,
     TRANSITIONS,
     Action,
-    Event,
     FailurePolicy,
     Phase,
+    RequestEvent,
     RequestState,
 )
 from lora_server.wire.terms import Held
@@ -21,7 +21,7 @@ from lora_server.wire.terms import Held
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 LAW, CODE = Held("law", 7, frozenset(), "v1"), Held("code", 8, frozenset(), "v2")
 PASSING, LASTING = Failure("shard_unavailable", "away"), Failure("unknown_adapter", "no such")
-EVERY_CELL = list(itertools.product(Phase, Event))
+EVERY_CELL = list(itertools.product(Phase, RequestEvent))
 OVER = (Phase.FAILED, Phase.BASE_MODEL, Phase.ENDED)
 
 
@@ -32,7 +32,7 @@ def state_in(phase: Phase) -> RequestState:
     return RequestState(phase, "v1", 3, held, loading, failure, deadline=5.0)
 
 
-def documented() -> dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]]:
+def documented() -> dict[tuple[Phase, RequestEvent], tuple[Phase, tuple[Action, ...]]]:
     """The table of docs/architecture.md, cell by cell."""
     text = ARCHITECTURE.read_text().partition("\n| event |")[2].partition("\n\n")[0]
     head, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
@@ -42,13 +42,13 @@ def documented() -> dict[tuple[Phase, Event], tuple[Phase, tuple[Action, ...]]]:
             words = [] if cell == "·" else cell.split(", ")
             moved = bool(words) and words[0] in {one.value for one in Phase}
             target = Phase(words[0]) if moved else phase
-            cells[phase, Event(event)] = target, tuple(map(Action, words[moved:]))
+            cells[phase, RequestEvent(event)] = target, tuple(map(Action, words[moved:]))
     return cells
 
 
 def test_the_documented_table_is_the_codes():
     cells = documented()
-    assert set(cells) == set(EVERY_CELL) and set(TRANSITIONS) == set(Event)
+    assert set(cells) == set(EVERY_CELL) and set(TRANSITIONS) == set(RequestEvent)
     for (phase, event), expected in cells.items():
         assert tuple(TRANSITIONS[event].get(phase, (phase, ()))) == expected, (phase, event)
 
@@ -57,7 +57,7 @@ def test_the_documented_table_is_the_codes():
 def test_every_phase_takes_every_event(phase, event):
     """What is held and why it failed go with the phase; a handle is given back exactly when nothing holds it."""
     before = state_in(phase)
-    held = CODE if event in (Event.GRANTED, Event.NO_WEIGHTS) else None
+    held = CODE if event in (RequestEvent.GRANTED, RequestEvent.NO_WEIGHTS) else None
     after, actions, released = before.after(event, held=held, failure=LASTING, deadline=9.0)
     target = TRANSITIONS[event].get(phase)
     assert (after.phase, actions) == (tuple(target) if target else (phase, ()))
@@ -65,14 +65,14 @@ def test_every_phase_takes_every_event(phase, event):
     assert (after.loading is not None) == (after.phase is Phase.LOADING)
     assert (after.failure is not None) == (after.phase in (Phase.FAILED, Phase.BASE_MODEL)) or phase in OVER
     assert (after.version, after.start) == (before.version, before.start)
-    granted = held if event is Event.GRANTED else None
+    granted = held if event is RequestEvent.GRANTED else None
     before_and_new = [one for one in (before.held, granted) if one is not None]
     kept = [one for one in (after.held, released) if one is not None]
-    lost = before_and_new if event is Event.LEASE_LOST else []
+    lost = before_and_new if event is RequestEvent.LEASE_LOST else []
     assert sorted(one.name for one in kept + lost) == sorted(one.name for one in before_and_new)
     assert (Action.RELEASE in actions) == (released is not None)
     assert after.deadline == (9.0 if after.phase is Phase.AWAY is not phase else 5.0)
-    assert after.num_retried == (event is Event.STEP_RETRIED and target is not None)
+    assert after.num_retried == (event is RequestEvent.STEP_RETRIED and target is not None)
     if after.waits and not before.waits:
         assert Action.POLL in actions, "the poller hears of every request that begins to wait"
     if phase is Phase.ENDED:
@@ -80,8 +80,8 @@ def test_every_phase_takes_every_event(phase, event):
 
 
 def test_a_request_without_an_adapter_never_leaves_a_failure_or_its_end():
-    for phase, event in itertools.product(OVER, Event):
-        allowed = {phase, Phase.ENDED} if event is Event.FINISHED else {phase}
+    for phase, event in itertools.product(OVER, RequestEvent):
+        allowed = {phase, Phase.ENDED} if event is RequestEvent.FINISHED else {phase}
         assert state_in(phase).after(event, held=LAW, failure=LASTING).state.phase in allowed
 
 
@@ -89,9 +89,9 @@ def test_a_request_without_an_adapter_never_leaves_a_failure_or_its_end():
 def test_in_any_order_of_events_every_grant_is_given_back_once(seed):
     """A lost lease gives back what is held under it."""
     chooser, state, grants, back = random.Random(seed), RequestState(), 0, 0
-    for event in [*chooser.choices(list(Event), k=60), Event.FINISHED]:
-        lost = event is Event.LEASE_LOST and state.held is not None
-        grants += event is Event.GRANTED
+    for event in [*chooser.choices(list(RequestEvent), k=60), RequestEvent.FINISHED]:
+        lost = event is RequestEvent.LEASE_LOST and state.held is not None
+        grants += event is RequestEvent.GRANTED
         state, _, released = state.after(event, held=LAW, failure=PASSING)
         back += lost + (released is not None)
         assert grants - back == (state.held is not None), (seed, event)
@@ -99,9 +99,9 @@ def test_in_any_order_of_events_every_grant_is_given_back_once(seed):
 
 
 def test_what_comes_first_explains_a_failure():
-    failed = RequestState().after(Event.REFUSED, failure=LASTING).state
-    assert failed.after(Event.FELL_BACK, failure=PASSING).state.failure is LASTING
-    assert failed.after(Event.FINISHED).state.failure is LASTING, "an ended request can still be reported"
+    failed = RequestState().after(RequestEvent.REFUSED, failure=LASTING).state
+    assert failed.after(RequestEvent.FELL_BACK, failure=PASSING).state.failure is LASTING
+    assert failed.after(RequestEvent.FINISHED).state.failure is LASTING, "an ended request can still be reported"
 
 
 def test_a_failed_step_is_retried_so_often_and_then_fails():
@@ -112,22 +112,24 @@ def test_a_failed_step_is_retried_so_often_and_then_fails():
         state = state.after(event, failure=PASSING).state
         assert state.void is PASSING
         if state.waits:
-            assert state.on_failed_step(PASSING, policy) is Event.STEP_VOID, "a step that was under way changes nothing"
-            state = state.after(Event.GRANTED, held=LAW).state
-    assert seen == [*[Event.STEP_RETRIED] * MAX_RETRIED_STEPS, Event.REFUSED]
+            assert state.on_failed_step(PASSING, policy) is RequestEvent.STEP_VOID, (
+                "a step that was under way changes nothing"
+            )
+            state = state.after(RequestEvent.GRANTED, held=LAW).state
+    assert seen == [*[RequestEvent.STEP_RETRIED] * MAX_RETRIED_STEPS, RequestEvent.REFUSED]
 
 
 @pytest.mark.parametrize(("falls_back", "failure", "step", "refusal"), [
-    (False, PASSING, Event.STEP_RETRIED, Event.REFUSED),
-    (False, LASTING, Event.REFUSED, Event.REFUSED),
-    (True, PASSING, Event.FELL_BACK, Event.FELL_BACK),
-    (True, LASTING, Event.FELL_BACK, Event.REFUSED),
+    (False, PASSING, RequestEvent.STEP_RETRIED, RequestEvent.REFUSED),
+    (False, LASTING, RequestEvent.REFUSED, RequestEvent.REFUSED),
+    (True, PASSING, RequestEvent.FELL_BACK, RequestEvent.FELL_BACK),
+    (True, LASTING, RequestEvent.FELL_BACK, RequestEvent.REFUSED),
 ])  # fmt: skip
 def test_policies(falls_back, failure, step, refusal):
     policy = FailurePolicy(falls_back)
     assert state_in(Phase.HELD).on_failed_step(failure, policy) is step
     assert policy.on_refusal(failure) is refusal
-    assert state_in(Phase.HELD).on_failed_step(Failure(RETRY, ""), policy) is Event.STEP_VOID
+    assert state_in(Phase.HELD).on_failed_step(Failure(RETRY, ""), policy) is RequestEvent.STEP_VOID
 
 
 def test_a_request_waits_for_its_deadline_or_the_outages():

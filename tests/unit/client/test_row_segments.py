@@ -61,7 +61,7 @@ def servers(request, tmp_path_factory):
             )
             sockets = tmp_path_factory.mktemp("shards")
             found[kind] = (
-                EmulatedServer(sockets, load.spec, load.paths, twin="no", **options)
+                EmulatedServer(sockets, load.spec, load.paths, mirror="no", **options)
                 if request.param == "device"
                 else InprocServer(load.spec, load.paths, **options)
             )

@@ -139,7 +139,7 @@ def served(request, tmp_path_factory):
     if request.param == "host":
         server = InprocServer(load.spec, load.paths, **options)
     else:
-        server = EmulatedServer(tmp_path_factory.mktemp("shards"), load.spec, load.paths, twin="no", **options)
+        server = EmulatedServer(tmp_path_factory.mktemp("shards"), load.spec, load.paths, mirror="no", **options)
     yield load, server
     server.close()
 

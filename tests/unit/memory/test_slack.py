@@ -87,7 +87,7 @@ def regions():
 @pytest.mark.parametrize("kind", [ShmServer, PinningServer])
 def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, tiny_adapters, kind):
     """Its deltas stay, whatever went and came again; but what a GPU reads and writes has to stay where it is."""
-    server = kind(tmp_path, spec_of("mixtral"), {"all": tiny_adapters["all"]}, twin="no")
+    server = kind(tmp_path, spec_of("mixtral"), {"all": tiny_adapters["all"]}, mirror="no")
     client = Client(server)
     gc.collect()
     others = regions()  # what earlier tests left mapped
