@@ -157,8 +157,8 @@ class MirrorRows(Rows):
 
 
 def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:
-    """Return the bytes of a request's and of a response's area in a mirror: half of a slot's, which has room for rows of
-    32 bits, that a mirror has none of."""
+    """Return the bytes of a request's and of a response's area in a mirror: half of a slot's, which has room for rows
+    of 32 bits, that a mirror has none of."""
     assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
     parts = 2 if layout.widest == slot.DTYPES.index("float32") else 1
     return layout.request_bytes // parts, layout.response_bytes // parts
