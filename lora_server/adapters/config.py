@@ -8,7 +8,7 @@ once an adapter is trained. Nothing is imported or executed because a config ask
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lora_server.adapters.patterns import Patterns
@@ -86,8 +86,6 @@ def parse_config(text: bytes) -> LoraSettings:
         if value not in (None, False, [], {}, "") and not (field == "bias" and value == "none"):
             raise _wrong(field, value, "'none'" if field == "bias" else "null, false or empty", reason)
     _check_init(config.get("init_lora_weights", True))
-    rank_pattern = _pattern(config, "rank_pattern")
-    alpha_pattern = _pattern(config, "alpha_pattern")
     rslora = config.get("use_rslora")
     if not isinstance(rslora, bool | None):
         raise _wrong("use_rslora", rslora, "true or false", "correct the config")
@@ -95,10 +93,8 @@ def parse_config(text: bytes) -> LoraSettings:
         lora_rank=_rank("r", config.get("r")),
         alpha=_number("lora_alpha", config.get("lora_alpha")),
         rslora=bool(rslora),
-        rank_pattern={key: _rank(f"rank_pattern[{shown(key)}]", value) for key, value in rank_pattern.items()},
-        alpha_pattern={key: _number(f"alpha_pattern[{shown(key)}]", value) for key, value in alpha_pattern.items()},
-        ranks=Patterns(f"{CONFIG}: rank_pattern", rank_pattern),
-        alphas=Patterns(f"{CONFIG}: alpha_pattern", alpha_pattern),
+        ranks=_patterns(config, "rank_pattern", _rank),
+        alphas=_patterns(config, "alpha_pattern", _number),
         target_parameters=_names(config, "target_parameters"),
         selection=parse_selection(config, CONFIG),
         base_model=_text(config, "base_model_name_or_path"),
@@ -146,11 +142,12 @@ def _number(field: str, value: Any) -> float:
     return float(value)
 
 
-def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
-    value = config.get(field) or {}
-    if not isinstance(value, dict):
-        raise _wrong(field, value, "an object of pattern: number", "correct the config")
-    return value
+def _patterns(config: Mapping[str, Any], field: str, check: Callable[[str, Any], float]) -> Patterns:
+    given = config.get(field) or {}
+    if not isinstance(given, dict):
+        raise _wrong(field, given, "an object of pattern: number", "correct the config")
+    values = {key: check(f"{field}[{shown(key)}]", value) for key, value in given.items()}
+    return Patterns(f"{CONFIG}: {field}", values)
 
 
 def _invocation(config: Mapping[str, Any]) -> Invocation | None:

@@ -26,7 +26,7 @@ class Patterns:
 
     def __init__(self, field: str, values: Mapping[str, float]) -> None:
         """Raises AdapterFormatError for a pattern that is not a (safe) regular expression."""
-        self._field = field
+        self._field, self.values = field, values
         self._seconds = 0.0
         self._plain: dict[str, tuple[int, float]] = {}
         self._regex: list[tuple[int, Regex, float]] = []

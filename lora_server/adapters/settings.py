@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_server.adapters.patterns import Patterns
@@ -20,10 +19,8 @@ class LoraSettings:
     lora_rank: int
     alpha: float
     rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    ranks: Patterns
-    alphas: Patterns
+    ranks: Patterns  # rank_pattern
+    alphas: Patterns  # alpha_pattern
     target_parameters: tuple[str, ...]
     selection: Selection
     base_model: str
@@ -48,7 +45,7 @@ class LoraSettings:
 
     def digest(self) -> bytes:
         """Return a digest that is equal for configs that give the same tensors the same meaning."""
-        patterns = [list(self.rank_pattern.items()), list(self.alpha_pattern.items())]
+        patterns = [list(self.ranks.values.items()), list(self.alphas.values.items())]
         meaning: list[object] = [self.lora_rank, self.alpha, self.rslora, patterns, sorted(self.target_parameters)]
         if self.invocation is not None:
             meaning.append(self.invocation)

@@ -117,13 +117,13 @@ class StepServer:
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
         client = connection.client
         self.complain((client, error.code), "step failed", shard=self.index, client=client, seq=seq, error=str(error))
-        for counters in (self.counters, self.by_tenant.of(connection.tenant)):
+        for counters in (self.counters, self.by_tenant.of(connection.grant.tenant)):
             counters.failed += 1
         nbytes = requests.write_failure(connection.region.response(seq), client, connection.epoch, seq, error)
         self.port.respond(connection, seq, nbytes)
 
     def _count(self, step: PendingStep, nbytes: int, started: int, done: int) -> None:
-        for counters in (self.counters, self.by_tenant.of(step.connection.tenant)):
+        for counters in (self.counters, self.by_tenant.of(step.connection.grant.tenant)):
             counters.steps += 1
             counters.entries += step.header.num_entries
             counters.request_bytes += slot.HEADER_BYTES + step.header.payload_bytes

@@ -76,9 +76,9 @@ class StepReceiver:
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
         step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
-        grant = self.port.grants.get(client, epoch)
-        if grant is not None and grant.step_us and header.step_class == DECODE:
-            start_by_ns = now + grant.step_us * 1000 - int(cost(header) * self.row_ns)
+        step_us = connection.grant.step_us
+        if step_us and header.step_class == DECODE:
+            start_by_ns = now + step_us * 1000 - int(cost(header) * self.row_ns)
             step.share = NOT_READY._replace(start_by_ns=start_by_ns)
         self.pending[client] = step
         self._recheck(step)

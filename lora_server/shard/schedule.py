@@ -138,7 +138,7 @@ class TenantShare:
         pending any more was answered."""
         self._count(pending)
         ready = [step for step in pending.values() if not step.blocked]
-        tenants = {step.connection.tenant for step in ready}
+        tenants = {step.connection.grant.tenant for step in ready}
         if tenants != self._ready:
             self._enter(tenants - self._ready)
             self._ready = tenants
@@ -147,8 +147,8 @@ class TenantShare:
             return None
         connection = step.connection
         if connection.client not in self._picked:
-            its_cost = step.share.cost / connection.weight
-            self._picked[connection.client] = connection.epoch, step.seq, connection.tenant, its_cost
+            its_cost = step.share.cost / connection.grant.weight
+            self._picked[connection.client] = connection.epoch, step.seq, connection.grant.tenant, its_cost
         return step
 
     def _enter(self, names: set[str]) -> None:
@@ -159,19 +159,19 @@ class TenantShare:
     def _among(self, ready: list[PendingStep]) -> PendingStep | None:
         begin = len(self._picked) < MOST_BEGUN
         if len(self._ready) == 1:
-            tenant = self._tenants[ready[0].connection.tenant]
+            tenant = self._tenants[ready[0].connection.grant.tenant]
             self._now = tenant.had
             return tenant.clients.among(ready, begin)
         grouped: dict[str, list[PendingStep]] = {name: [] for name in self._ready}
         for step in ready:
-            grouped[step.connection.tenant].append(step)
+            grouped[step.connection.grant.tenant].append(step)
         self._now = min([self._tenants[name].had for name in grouped])
         firsts = [self._tenants[name].clients.among(steps, begin) for name, steps in grouped.items()]
         return min((step for step in firsts if step is not None), key=self._order, default=None)
 
     def _order(self, step: PendingStep) -> tuple[float, int]:
         connection = step.connection
-        return self._tenants[connection.tenant].had + step.share.cost / connection.weight, step.received_ns
+        return self._tenants[connection.grant.tenant].had + step.share.cost / connection.grant.weight, step.received_ns
 
     def _count(self, pending: Mapping[int, PendingStep]) -> None:
         for client, (epoch, seq, tenant, its_cost) in list(self._picked.items()):

@@ -125,15 +125,22 @@ class Connection(ABC):
     region: Region
     rows = cached_property(_slot_rows)  # of the region's steps
     transport: str  # as a client asks for it, or tls: tcp that is encrypted
-    client: int
-    epoch: int
-    tenant: str = ""  # as in its grant, and
-    weight: float = 1.0
+    grant: Grant
     served: int = 0  # the newest seq that was answered
     finish = 0  # of its share of the loop, see shard.schedule
     gone = False  # the client does not wait for answers any more
     rings: ClassVar[bool] = True  # when it has pushed, unless the loop looks at its signal
     bell: Bell | None = None  # in the client's own hands
+
+    @property
+    def client(self) -> int:
+        """The client's number."""
+        return self.grant.client
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of its lease."""
+        return self.grant.epoch
 
     @abstractmethod
     def respond(self, seq: int, nbytes: int) -> None:
@@ -258,6 +265,9 @@ class Port:
         if known is None or known.generation != grant.generation:
             self.revoke(grant.client)
         self.grants.put(grant)
+        for connection in self.connections:
+            if connection.client == grant.client:
+                connection.grant = grant
 
     def revoke(self, client: int) -> None:
         """Cut a client off; its late pushes land in memory that is not read any more."""
@@ -299,7 +309,7 @@ class Port:
             grant = self.grants.get(connection.client, connection.epoch)
             if grant is None:
                 raise LeaseError(f"client {connection.client}: its lease was revoked while it connected")
-            connection.tenant, connection.weight = grant.tenant, grant.weight
+            connection.grant = grant
             replaced = [c for c in self.connections if c.client == connection.client]
             kept = tuple(c for c in self.connections if c.client != connection.client)
             self.connections = (*kept, connection)

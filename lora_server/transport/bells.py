@@ -57,10 +57,14 @@ class Pusher(Protocol):
     """A client as the loop sees it: a Connection."""
 
     region: Region
-    epoch: int
     served: int
     gone: bool
     bell: Bell | None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of its lease."""
+        ...
 
     @property
     def rings(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from lora_server.transport.base import Connection, Link, Port
+from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -22,8 +22,8 @@ class _InprocConnection(Connection):
     transport = "inproc"
     rings = False
 
-    def __init__(self, client: int, epoch: int, region: Region) -> None:
-        self.client, self.epoch, self.region = client, epoch, region
+    def __init__(self, grant: Grant, region: Region) -> None:
+        self.grant, self.region = grant, region
         self.open = True
 
     def respond(self, seq: int, nbytes: int) -> None:
@@ -45,7 +45,7 @@ class InprocLink(Link):
         self.shard, self.epoch = shard, hello.epoch
         self.region = Region(Mapping(port.layout.nbytes).view, port.layout)
         self._port, self._pump = port, pump
-        self._connection = _InprocConnection(grant.client, grant.epoch, self.region)
+        self._connection = _InprocConnection(grant, self.region)
         port.connect(self._connection)
 
     @override

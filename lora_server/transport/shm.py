@@ -159,7 +159,7 @@ class ShmConnection(Connection):
     transport = "shm"
 
     def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell) -> None:
-        self.client, self.epoch, self.region = grant.client, grant.epoch, region
+        self.grant, self.region = grant, region
         self._socket, self.bell = sock, bell
         self._parker = park.Parker(region.parked)
 

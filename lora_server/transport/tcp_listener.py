@@ -60,7 +60,7 @@ class _TcpPeer(UnauthenticatedPeer):
 class _TcpConnection(Connection):
     def __init__(self, grant: Grant, region: Region, peer: _TcpPeer, listener: TcpListener) -> None:
         self.transport = "tls" if isinstance(peer.socket, TlsSocket) else "tcp"
-        self.client, self.epoch, self.region = grant.client, grant.epoch, region
+        self.grant, self.region = grant, region
         self._peer, self._listener = peer, listener
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from provisioning.inputs import InputError, positive
 from provisioning.model.profile import MeasuredMachine, Profile, Quantity
@@ -105,13 +106,29 @@ def _measured(name: str, machine: MeasuredMachine, source: str) -> GpuSpec:
     return _gpu(name, machine.memory_gib, rate, machine.tflops, rate, source)
 
 
+class StageTimes(NamedTuple):
+    """Times of the three stages of a step, us."""
+
+    receive: float
+    compute: float
+    send: float
+
+    def times(self, factor: float) -> StageTimes:
+        """Multiply each."""
+        return StageTimes(*(factor * one for one in self))
+
+
+_OVERHEAD = StageTimes(receive=55.2, compute=75.4, send=47.0)
+_ACROSS = StageTimes(receive=23.4, compute=54.0, send=40.2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the data sheet that are reached, and the fixed cost of every step.
 
-    link, hbm and the three overheads are fitted to the batch-128 rows of the paper's Table 4 (EP1, EP2,
+    link, hbm and `overhead` are fitted to the batch-128 rows of the paper's Table 4 (EP1, EP2,
     EP4; one model), where bytes over the data sheet's bandwidth plus a constant fits within 8 us; what a
-    group that spans nodes adds (`across_*`), to its only such row, EP8 on nodes of four GPUs. Batch 256
+    group that spans nodes adds (`across`), to its only such row, EP8 on nodes of four GPUs. Batch 256
     is out of sample, and `table4` prints the residuals. `base_hbm` and `tensor_cores` are fitted to the
     MoE column, one batch size each. `host_us` is what hosts add where a transport has them launch or carry steps.
     """
@@ -120,19 +137,15 @@ class Efficiency:
     hbm: float = 1.0
     base_hbm: float = 0.714
     tensor_cores: float = 0.8
-    receive_us: float = 55.2
-    compute_us: float = 75.4
-    send_us: float = 47.0
+    overhead: StageTimes = _OVERHEAD
     host_us: float = 0.0
-    across_receive_us: float = 23.4
-    across_compute_us: float = 54.0
-    across_send_us: float = 40.2
+    across: StageTimes = _ACROSS
     source: str = "fitted to batch 128 of the paper's Table 4"
 
     @property
     def fixed_us(self) -> float:
         """Cost of every step to a shard besides its weights and FLOPs."""
-        return self.compute_us + self.host_us
+        return self.overhead.compute + self.host_us
 
     def modelled(self, us: float) -> Quantity:
         """Return a time that the model gives, with these constants as its source."""
@@ -140,5 +153,5 @@ class Efficiency:
 
     def with_attention(self) -> Efficiency:
         """Return the constants for four exchanges per layer in place of two: qkv and o beside gate_up and down."""
-        fixed = [name for name in vars(self) if name.endswith(("receive_us", "compute_us", "send_us", "host_us"))]
-        return replace(self, **{name: 2 * getattr(self, name) for name in fixed})
+        overhead, across = self.overhead.times(2), self.across.times(2)
+        return replace(self, overhead=overhead, host_us=2 * self.host_us, across=across)

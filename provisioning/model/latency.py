@@ -48,8 +48,9 @@ Eq6 = Literal["stage", "printed"]
 class StepModel:
     """Everything that a step's time depends on but the batch and the layout.
 
-    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`. `merged_share`: see
-    LoraWork.
+    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`. `merged_share`: of the
+    tokens, those whose adapter is in the base weights. They need no server; any other token has two entries, its own
+    and one of the merged adapter, whose `popularity` is the share of those.
     """
 
     spec: ModelSpec
@@ -89,21 +90,7 @@ class StepModel:
     @cached_property
     def work(self) -> LoraWork:
         """The bytes and FLOPs of a LoRA step."""
-        return LoraWork(
-            spec=self.spec,
-            cluster=self.cluster,
-            popularity=self.popularity,
-            lora_rank=self.lora_rank,
-            instance_gpus=self.instance_gpus,
-            shared_a=self.shared_a,
-            wire=self.wire,
-            once_per_shard=self.once_per_shard,
-            attention_share=self.attention_share,
-            copies=self.instance_gpus if self.tensor_parallel else 1,
-            conversion_us=self.transport.conversion_us(self.cluster.hbm_bytes_per_us) if self.wire == "e4m3" else 0.0,
-            efficiency=self.efficiency,
-            merged_share=self.merged_share,
-        )
+        return LoraWork(self)
 
     def lora(self, batch: float, layout: Layout, engines: int = 1) -> Latency:
         """Compute receive, compute and send of one layer for one instance's batch, in us.
@@ -112,10 +99,10 @@ class StepModel:
         """
         work, reach, x = self.work, self.efficiency, layout.ep
         bytes_, wire = work.step(batch, x), work.nics_bytes_per_us(x)
-        across = x > self.cluster.gpus_per_node
-        receive_us = bytes_.receive / wire + reach.receive_us + across * reach.across_receive_us
-        compute_us = work.compute_us(bytes_, x) + reach.fixed_us + across * reach.across_compute_us
-        send_us = bytes_.send / wire + reach.send_us + across * reach.across_send_us
+        across = reach.across.times(x > self.cluster.gpus_per_node)
+        receive_us = bytes_.receive / wire + reach.overhead.receive + across.receive
+        compute_us = work.compute_us(bytes_, x) + reach.fixed_us + across.compute
+        send_us = bytes_.send / wire + reach.overhead.send + across.send
         return Latency(
             receive=self._term("receive", batch, x, receive_us, engines),
             compute=self._term("compute", batch, x, compute_us, engines),
@@ -181,7 +168,7 @@ class StepModel:
         if measured:
             return measured
         lora_us = self.work.compute_us(self.work.step(batch, self.instance_gpus), self.instance_gpus)
-        return self.efficiency.modelled(lora_us + self.efficiency.compute_us)
+        return self.efficiency.modelled(lora_us + self.efficiency.overhead.compute)
 
     def base_step_us(self, batch: float) -> float:
         """Compute the time of a decode step of the base model, with its share of prompts."""

@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from typing import TYPE_CHECKING
 
-from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
 from provisioning.model import geometry
-from provisioning.model.geometry import WIRE_BYTES, Wire
-from provisioning.model.hardware import Cluster, Efficiency
+from provisioning.model.geometry import WIRE_BYTES
+
+if TYPE_CHECKING:
+    from provisioning.model.latency import StepModel
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoraWork:
-    """The bytes and FLOPs of tokens that name adapters by popularity, and their times in us.
+    """The bytes and FLOPs of a model's tokens, which name adapters by popularity, and their times in us."""
 
-    `copies`: see geometry.lora_step. `conversion_us` is what both ends take to make a byte of exact rows shorter.
-    `merged_share`: of the tokens, those whose adapter is in the base weights. They need no server; any other token has
-    two entries, its own and one of the merged adapter, whose `popularity` is the share of those.
-    """
-
-    spec: ModelSpec
-    cluster: Cluster
-    popularity: Floats
-    lora_rank: float
-    instance_gpus: int
-    shared_a: bool
-    wire: Wire
-    once_per_shard: bool
-    attention_share: float
-    copies: int
-    conversion_us: float
-    efficiency: Efficiency
-    merged_share: float = 0.0
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self._grouped = geometry.grouped(model.popularity)
 
     def step(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
         """Count the bytes of a step, by the model's popularity or by the given one."""
-        is_chunk = popularity is not None  # of one request, and so of one adapter
+        model, is_chunk = self._model, popularity is not None  # of one request, and so of one adapter
         popularity, times = self._grouped if popularity is None else (popularity, 1.0)
         bytes_ = geometry.lora_step(
-            self.spec,
+            model.spec,
             popularity,
             times=times,
             batch=batch,
-            lora_rank=self.lora_rank,
+            lora_rank=model.lora_rank,
             ep=ep,
-            shared_a=self.shared_a,
-            once_per_shard=self.once_per_shard,
-            attention_share=self.attention_share,
-            copies=self.copies,
+            shared_a=model.shared_a,
+            once_per_shard=model.once_per_shard,
+            attention_share=model.attention_share,
+            copies=model.instance_gpus if model.tensor_parallel else 1,
         )
-        if not self.merged_share:
+        if not model.merged_share:
             return bytes_
-        others = 1.0 - self.merged_share
+        others = 1.0 - model.merged_share
         return geometry.StepBytes(
             receive=others * bytes_.receive,
             send=others * bytes_.send,
@@ -63,20 +47,21 @@ class LoraWork:
 
     def compute_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:
         """Compute the time of shrink and expand, spread over `gpus` GPUs."""
-        active, reach = self._active(gpus), self.efficiency
-        memory_us = bytes_.weights / (active * self.cluster.hbm_bytes_per_us * reach.hbm)
-        return max(memory_us, bytes_.flops / (active * self.cluster.flops_per_us * reach.tensor_cores))
+        active, cluster, reach = self._active(gpus), self._model.cluster, self._model.efficiency
+        memory_us = bytes_.weights / (active * cluster.hbm_bytes_per_us * reach.hbm)
+        return max(memory_us, bytes_.flops / (active * cluster.flops_per_us * reach.tensor_cores))
 
     def nics_bytes_per_us(self, ep: int, *, of_server: bool = False) -> float:
         """Return the bandwidth each way between clients and shards, or of the shards alone, in bytes of exact wire."""
-        nics = self._active(ep) if of_server else min(self.instance_gpus, self._active(ep))
-        rate = self.cluster.link_bytes_per_us * self.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
-        return nics / (1 / rate + self.conversion_us)
+        model, nics = self._model, self._active(ep)
+        if not of_server:
+            nics = min(model.instance_gpus, nics)
+        rate = model.cluster.link_bytes_per_us * model.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[model.wire]
+        shorter = model.wire == "e4m3"  # both ends convert exact rows
+        conversion_us = model.transport.conversion_us(model.cluster.hbm_bytes_per_us) if shorter else 0.0
+        return nics / (1 / rate + conversion_us)
 
     def _active(self, x: int) -> int:
         """Return how many shards or GPUs share a layer's work; one if the layer has one weight for all rows."""
-        return min(x, self.spec.experts) if self.spec.moe_layers else 1
-
-    @cached_property
-    def _grouped(self) -> tuple[Floats, Floats | float]:
-        return geometry.grouped(self.popularity)
+        spec = self._model.spec
+        return min(x, spec.experts) if spec.moe_layers else 1

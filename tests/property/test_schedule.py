@@ -24,6 +24,7 @@ from lora_server.shard.schedule import (
     TenantShare,
     cost,
 )
+from lora_server.transport.base import Grant
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.rig import Client, loaded_rig
@@ -196,7 +197,8 @@ class TenantQueue:
 
     def push(self, tenant, client, rows):
         seq, number = next(self.seqs), 100 * tenant + client
-        new = SimpleNamespace(client=number, epoch=1, finish=0, tenant=str(tenant), weight=self.weights[tenant])
+        grant = Grant(number, 1, b"", str(tenant), self.weights[tenant])
+        new = SimpleNamespace(client=number, epoch=1, finish=0, grant=grant)
         peer = self.clients.setdefault((tenant, client), new)
         header = EMPTY._replace(num_rows=rows)
         self.waiting[number] = PendingStep(peer, seq, header, seq, 0, pin=1)
@@ -270,20 +272,20 @@ def test_a_small_step_overtakes_another_tenants_begun_step():
     for tenant, rows in enumerate(range(256, 256 - 32 * MOST_BEGUN, -32)):
         queue.push(tenant, 0, rows)
         step = queue.rule.pick(queue.waiting)
-        assert step.connection.tenant == str(tenant)
+        assert step.connection.grant.tenant == str(tenant)
         step.work = StepWork(iter(()))
     queue.push(7, 0, 1)
     last = queue.rule.pick(queue.waiting)
-    assert last.connection.tenant == str(MOST_BEGUN - 1), "it has to be done before another is begun"
+    assert last.connection.grant.tenant == str(MOST_BEGUN - 1), "it has to be done before another is begun"
     del queue.waiting[last.connection.client]
-    assert queue.rule.pick(queue.waiting).connection.tenant == "7"
+    assert queue.rule.pick(queue.waiting).connection.grant.tenant == "7"
 
 
 def test_a_shard_knows_the_tenants_of_its_clients(tiny_adapters):
     with loaded_rig(tiny_adapters["all"]) as rig:
         client = Client(rig.shard, 1, tenant="law", weight=2.0)
         (connection,) = rig.shard.port.connections
-        assert (connection.tenant, connection.weight) == ("law", 2.0)
+        assert (connection.grant.tenant, connection.grant.weight) == ("law", 2.0)
         client.send(client.request())
         client.link.close()
 

@@ -16,6 +16,19 @@ from lora_server.transport.base import Connection
 from lora_server.wire import slot
 
 
+class _AnswersWord:
+    """A word of host memory, at `address` to the kernel, in which it signals answers."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        self._word = memory[:SIGNAL_BYTES].cast("Q")
+        self.address, self.close = gpu.pin(memory)
+
+    def newest(self, epoch: int) -> int:
+        """Return the newest seq of this epoch that was answered."""
+        return slot.signalled_seq(self._word[0], epoch)
+
+
 class Carrier:
     """The carrier of one connection's steps; used by the shard host's thread."""
 
@@ -24,9 +37,7 @@ class Carrier:
         layout = connection.region.layout
         self._sizes = SlotSizes(layout.depth, layout.request_bytes, layout.response_bytes)  # the region's own
         self._slots = gpu.create(self._sizes.requests)
-        self._word = mmap.mmap(-1, mmap.PAGESIZE)
-        self._signal = memoryview(self._word)[:SIGNAL_BYTES].cast("Q")
-        self._signal_at, self._unpin_word = gpu.pin(memoryview(self._word))
+        self._answers = _AnswersWord(gpu)
         self._region_at, self._unpin = gpu.pin(connection.region.memory)
         self._queue, self._sent = gpu.queue(), 0
         self.given_up = threading.Event()
@@ -36,7 +47,7 @@ class Carrier:
         """Return CONNECT's words; see layout.LINK."""
         answers = self._region_at + self._sizes.depth * self._sizes.request
         words = self._sizes.words(self.connection.epoch, self.connection.client, self._slots.address, answers)
-        return words | {"response_signal": self._signal_at}
+        return words | {"response_signal": self._answers.address}
 
     @property
     def is_wild(self) -> bool:
@@ -48,16 +59,12 @@ class Carrier:
         """Whether a step that was sent is not answered yet."""
         return self._sent > self.connection.served
 
-    @property
-    def _answered(self) -> int:
-        return slot.signalled_seq(self._signal[0], self.connection.epoch)
-
     def carry(self, respond: Callable[[Connection, int, int], None]) -> None:
         """Send new steps; call `respond` (connection, seq, bytes) for each new answer."""
         while self._sent < self.connection.requested():
             self._sent += 1
             self._send(self._sent)
-        while self.connection.served < min(self._answered, self._sent):
+        while self.connection.served < min(self._answers.newest(self.connection.epoch), self._sent):
             seq = self.connection.served + 1
             respond(self.connection, seq, self._response_bytes(seq))
 
@@ -79,5 +86,5 @@ class Carrier:
         """Free the memory, which the kernel uses no more."""
         self._queue.close()
         self._slots.close()
-        self._unpin_word()
+        self._answers.close()
         self._unpin()

@@ -17,7 +17,7 @@ class WorldConnection(Connection):
     transport = "nvshmem"
 
     def __init__(self, grant: Grant, world: World) -> None:
-        self.client, self.epoch = grant.client, grant.epoch
+        self.grant = grant
         layout = RegionLayout(1, PAGE_BYTES, PAGE_BYTES)
         self.region = Region(memoryview(bytearray(layout.nbytes)), layout)  # stays as it is: the host sees no step
         self.words = world.words(grant.epoch, grant.client, grant.pe)

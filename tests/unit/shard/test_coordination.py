@@ -13,7 +13,7 @@ from lora_server.shard.orders import MAX_OF_A_FOLLOWER, MAX_UNAUTHENTICATED
 from lora_server.shard.schedule import PendingStep, StepWork
 from lora_server.timings import Timings
 from lora_server.transport.address import parse
-from lora_server.transport.base import Connection
+from lora_server.transport.base import Connection, Grant
 from lora_server.transport.frames import HEADER, MESSAGE, STEP, frame
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Challenge, Follow, Lead, Order, badge_of
@@ -26,7 +26,7 @@ class Peer(Connection):
     """Only a name: the scheduler never touches a region."""
 
     def __init__(self, client, epoch=1):
-        self.client, self.epoch = client, epoch
+        self.grant = Grant(client, epoch, b"")
 
     def respond(self, seq, nbytes):
         raise AssertionError("a scheduler does not answer")
