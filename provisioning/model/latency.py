@@ -24,54 +24,26 @@ NICs of the stage and its compute are added to the terms of Eq. 6.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from lora_server.placement import Layout
-from lora_server.spec import ModelSpec
-from provisioning.arrays import Floats
 from provisioning.model import memory
 from provisioning.model.base import BaseLayer
-from provisioning.model.geometry import BF16, WIRE_BYTES, BaseDtype, Wire
-from provisioning.model.hardware import Cluster, Efficiency
+from provisioning.model.geometry import WIRE_BYTES
 from provisioning.model.lora_work import LoraWork
-from provisioning.model.profile import Profile, Quantity
-from provisioning.model.transports import APART, TRANSPORTS, Stage, Transport
+from provisioning.model.profile import Quantity
+from provisioning.model.step_settings import StepSettings
+from provisioning.model.transports import APART, Stage
 
 Eq6 = Literal["stage", "printed"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepModel:
-    """Everything that a step's time depends on but the batch and the layout.
-
-    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`. `merged_share`: of the
-    tokens, those whose adapter is in the base weights. They need no server; any other token has two entries, its own
-    and one of the merged adapter, whose `popularity` is the share of those.
-    """
-
-    spec: ModelSpec
-    cluster: Cluster
-    popularity: Floats
-    lora_rank: float
-    instance_gpus: int
-    context_tokens: float = 1024.0
-    shared_a: bool = False
-    wire: Wire = "exact"
-    once_per_shard: bool = True
-    attention_share: float = 0.0
-    tensor_parallel: bool = False
-    merged_share: float = 0.0
-    base_dtype: BaseDtype = BF16
-    prefill_tokens: float = 0.0
-    prompt_tokens: float = 0.0
-    output_tokens: float = 256.0
-    transport: Transport = TRANSPORTS["nvshmem"]
-    efficiency: Efficiency = field(default_factory=Efficiency)
-    profile: Profile = field(default_factory=Profile)
+class StepModel(StepSettings):
+    """The times of steps, by batch and layout."""
 
     @cached_property
     def base(self) -> BaseLayer:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from provisioning.arrays import Floats
 from provisioning.model import geometry
 from provisioning.model.geometry import WIRE_BYTES
-
-if TYPE_CHECKING:
-    from provisioning.model.latency import StepModel
+from provisioning.model.step_settings import StepSettings
 
 
 class LoraWork:
     """The bytes and FLOPs of a model's tokens, which name adapters by popularity, and their times in us."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: StepSettings) -> None:
         self._model = model
         self._grouped = geometry.grouped(model.popularity)
 

@@ -18,7 +18,7 @@ from lora_server.cli import rows, status
 from lora_server.config.groups import ESSENTIAL
 from lora_server.demo.check import PeftVerdict
 from lora_server.demo.engine import EngineResult, Times
-from lora_server.demo.report import LayoutTimes, Outcome, ShownAnswer, show
+from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, show
 from lora_server.demo.styles import PLAIN, QUESTIONS, STYLES
 from lora_server.wire import lora_server_pb2 as pb
 from provisioning.cli import app as provision
@@ -78,7 +78,7 @@ def demo(console):
     times = [LayoutTimes("ep1-pp1", EngineResult([], 531.4, Times(474, 2132, 243, 953)))]
     times.append(LayoutTimes("ep4-pp1", EngineResult([], 315, Times(3234.4, 2108, 0.4, 1171))))
     answers = [ShownAnswer(None, said, said) for said in PLAIN] + [ShownAnswer("lawyer", *STYLES["lawyer"][:2])]
-    show(Outcome(PeftVerdict(1536, 1536, 1.3e-5), QUESTIONS[0], answers, times), console)
+    show(DemoReport(PeftVerdict(1536, 1536, 1.3e-5), QUESTIONS[0], answers, times), console)
 
 
 FAR = row("x", state="ready", uri=f"/srv/adapters/europe-west/production/{LONG}/checkpoint-12000")
