@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import http.client
 import io
 import os
 import random
@@ -23,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,12 +40,12 @@ from lora_server.wire import lora_server_pb2 as pb
 from tests.support.browser import look
 
 IMAGES = Path(__file__).with_name("img")
-SCHEMES = {"light": 1, "dark": 0}  # as Chromium numbers them
+SCHEMES = ("light", "dark")
 COLOURS = 64  # of a PNG: the plots of a report have the most
 ADAPTERS = {"law": 8, "code": 16, "chat": 4, "sql": 8, "summaries": 16, "support": 4}  # name: rank
 SERVE = ("--layout", "ep2-pp2", "--device-pool", "8MiB", "--host-pool", "16MiB")  # room for four of the six
 AT_ONCE, NEW_TOKENS, BUSY_STEPS = 3, 8, 2000
-SHOWN_SECONDS = 2.0  # between two answers that the page gets
+WORKING = "document.querySelectorAll('[aria-label^=\"a step: \"]').length === 4"  # each shard, by two answers
 PLAN = ("--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "mixtral-8x7b", "--gpu", "h100", "--lora-rank", "64")
 PLAN += ("--prefill", "apart", "--adapters", "1000", "--zipf", "1.2", "--instances", "4", "--batch-size", "128")
 COLUMNS, CHAR_WIDTH, MARGIN = 80, 12.2, 16
@@ -64,9 +62,9 @@ def main(images: Path = IMAGES) -> None:
     with tempfile.TemporaryDirectory(prefix="lora-pictures-") as scratch:
         work = Path(scratch)
         report(work, images)
-        with served(work) as server, slowed(server) as address:
+        with served(work) as server:
             for scheme in SCHEMES:
-                take(f"http://{address}/", work, images, f"page-{scheme}", "1160,1180")
+                take(f"http://{server.http}/", work, images, f"page-{scheme}", (1160, 1180), WORKING)
             status(server, images)
 
 
@@ -106,49 +104,19 @@ def state(server: RunningServer) -> Any:
     return ask(server.address, "Server", "Status", pb.StatusRequest())
 
 
-@contextlib.contextmanager
-def slowed(server: RunningServer) -> Iterator[str]:
-    """An address that passes requests to the server and makes each answer of its state take SHOWN_SECONDS.
-
-    Chromium's virtual time stands still while the page waits for an answer; without this all of them would be of one
-    moment, and the page would have no rates.
-    """
-
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/status.json":
-                time.sleep(SHOWN_SECONDS)
-            with contextlib.closing(http.client.HTTPConnection(server.http)) as connection:
-                connection.request("GET", self.path)
-                answer = connection.getresponse()
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.headers["Content-Type"])
-                self.end_headers()
-                self.wfile.write(answer.read())
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{proxy.server_port}"
-        proxy.shutdown()
-
-
 def report(work: Path, images: Path) -> None:
     """Plan, and look at the top of the report."""
     command = [sys.executable, "-m", "provisioning", *PLAN, "--report", "plan.html"]  # which the report repeats
     environment = os.environ | {"PYTHONPATH": str(IMAGES.parents[1])}
     subprocess.run(command, cwd=work, env=environment, check=True, stdout=subprocess.DEVNULL)
     for scheme in SCHEMES:
-        take((work / "plan.html").as_uri(), work, images, f"report-{scheme}", "1000,1480")
+        take((work / "plan.html").as_uri(), work, images, f"report-{scheme}", (1000, 1480))
 
 
-def take(url: str, work: Path, images: Path, name: str, size: str) -> None:
+def take(url: str, work: Path, images: Path, name: str, size: tuple[int, int], when: str = "true") -> None:
     """Write what Chromium shows of a page, with few colours, and with its labels as the description."""
-    scheme = SCHEMES[name.rpartition("-")[2]]
-    flags = f"--window-size={size}", f"--blink-settings=preferredColorScheme={scheme}"
-    elements, picture = look(url, work / "browser", *flags)
+    scheme = name.rpartition("-")[2]
+    elements, picture = look(url, work / "browser", size=size, scheme=scheme, when=when)
     labels = re.findall(r"<(?:dt|th|h2)[^>]*>([^<]+)", elements)
     info = PngImagePlugin.PngInfo()
     info.add_itxt("Description", "\n".join(sorted({html.unescape(label).strip() for label in labels})))

@@ -11,7 +11,6 @@ from tests.support.sources import ROOT
 DRAWINGS = sorted((ROOT / "docs/img").glob("*.svg"))
 WIDTHS = (390, 1280, 1920)
 PAPER = {"light": "#ffffff", "dark": "#0d1117"}  # of the web view of a repository
-SCHEMES = {"light": 1, "dark": 0}  # as Chromium numbers them
 MEASURE = """
 function channels(color) { return color.match(/[0-9.]+/g).slice(0, 3).map((value) => {
   const share = value / 255;
@@ -48,13 +47,13 @@ document.title = JSON.stringify(found);
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", PAPER)
 def test_every_drawing_is_readable_at_every_width(tmp_path, scheme):
     drawn = "".join(f'<div style="width: {width}px">{one.read_text()}</div>' for width in WIDTHS for one in DRAWINGS)
     page = tmp_path / "page.html"
     style = f"<style>body {{ margin: 0; background: {PAPER[scheme]} }} svg {{ display: block }}</style>"
     page.write_text(f"<!doctype html><meta charset=utf-8>{style}{drawn}<script>{MEASURE}</script>")
-    elements, _ = look(page.as_uri(), tmp_path, f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}")
+    elements, _ = look(page.as_uri(), tmp_path, scheme=scheme)
     found = json.loads(re.search("<title>(.*)</title>", elements)[1].replace("&gt;", ">").replace("&amp;", "&"))
     assert [one["width"] for one in found] == [width for width in WIDTHS for _ in DRAWINGS]
     assert min(one["texts"] for one in found) > 8

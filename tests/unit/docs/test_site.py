@@ -110,8 +110,7 @@ def test_every_page_fits_every_width_and_is_legible_in_light_and_dark(site, tmp_
     script = MEASURE % (json.dumps(WIDTHS), LEGIBLE)
     shown = "".join(f'<iframe src="{page}" width="1280" height="100" style="border: 0"></iframe>' for page in pages)
     (frames := site / FRAMES).write_text(f"<!doctype html><meta charset=utf-8><script>{script}</script>{shown}")
-    flags = "--allow-file-access-from-files", "--window-size=2000,1000"
-    elements, _ = look(frames.as_uri(), tmp_path, *flags, virtual_ms=0)
+    elements, _ = look(frames.as_uri(), tmp_path, "--allow-file-access-from-files", size=(2000, 1000))
     found = json.loads(unescape(re.search("<title>(.*)</title>", elements)[1]))
     assert [one["name"] for one in found] == pages
     assert min(one["texts"] for one in found) >= 3
