@@ -138,10 +138,13 @@ class Holdings:
         with self._lock:
             del self._released[:released]
 
-    def beat(self, calls: LeaseCalls, seconds: float, lacking: Sequence[int] = ()) -> pb.HeartbeatReply:
-        """Send a heartbeat, which names the shards that the session has no link to; return the answer."""
+    def beat(
+        self, calls: LeaseCalls, seconds: float, lacking: Sequence[int] = (), waits: Sequence[pb.PhaseStats] = ()
+    ) -> pb.HeartbeatReply:
+        """Send a heartbeat, with the shards that the session has no link to and what requests waited for; return
+        the answer."""
         settled = self._settled[: bounds.TICKETS.items]
-        request = pb.HeartbeatRequest(settled=settled, lacking=lacking)
+        request = pb.HeartbeatRequest(settled=settled, lacking=lacking, waits=waits)
         reply: pb.HeartbeatReply = calls.call(calls.clients.Heartbeat, request, seconds)
         with self._lock:
             del self._settled[: len(settled)]

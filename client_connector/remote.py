@@ -46,6 +46,7 @@ from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
 from lora_server.wire.proofs import lend
 from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
+from lora_server.wire.waits import WaitHistograms
 
 JOIN_SECONDS = 30.0
 
@@ -75,6 +76,7 @@ class RemoteServer(Server):
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
         self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
         self.timings, self.slo_class = timings, slo_class
+        self.waits = WaitHistograms()  # of requests of which no heartbeat has told the server
         telemetry.configure_from(os.environ, "lora-connector")
 
     @override
@@ -170,7 +172,7 @@ class RemoteSession(Session):
         while not self._left.wait(min(lease_seconds / 4, self._server.timings.heartbeat)):
             try:
                 twins, seconds = self.twins, lease_seconds / 2
-                reply = self._holdings.beat(self.calls, seconds, twins.lacking() if twins is not None else ())
+                reply = self._beat(seconds, twins.lacking() if twins is not None else ())
                 self._sender.report(restores=reply.forgot)
                 if twins is not None and reply.endpoints:
                     if self.calls.holder is not None:
@@ -181,6 +183,13 @@ class RemoteSession(Session):
                 return
             except LoraServerError:  # the controller may come back: only the server itself ends a lease
                 continue
+
+    def _beat(self, seconds: float, lacking: Sequence[int]) -> pb.HeartbeatReply:
+        """Send a heartbeat; return its answer. If that is lost, the next one tells the same waits again."""
+        waits = self._server.waits.messages()
+        reply = self._holdings.beat(self.calls, seconds, lacking, waits)
+        self._server.waits.merge(waits, -1)
+        return reply
 
     @override
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:

@@ -81,6 +81,8 @@ class AdapterLeases:
             return
         failure = request.state.failure or request.state.not_invoked
         self._driver.apply(request, RequestEvent.FINISHED)
+        if not request.is_base:
+            self._session.waits.add(request.waits.seconds)
         attributes = {"request": request_id, "adapters": request.name, "failure": failure.code if failure else ""}
         waited = {f"wait_{stage}": seconds for stage, seconds in request.waits.seconds.items()}
         telemetry.record("lora.generation", request.began, request.trace, **attributes, **waited)

@@ -19,6 +19,7 @@ from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.merged import MergedRecord
 from lora_server.wire.terms import Held
+from lora_server.wire.waits import WaitHistograms
 
 CHECK_SECONDS = 1.0  # for a server to say whether a lease is good
 log = structlog.get_logger()
@@ -73,6 +74,11 @@ class SchedulerSession:
             check_merged(self.record, self.current.terms)
             deadline = time.monotonic() + self._settings.timeout_seconds
             self._merged = self.current, hold_version(self.record, self.current.acquire, deadline)
+
+    @property
+    def waits(self) -> WaitHistograms:
+        """What requests waited for, until the server has heard of it."""
+        return self._server.waits
 
     def merged_in(self, session: RemoteSession) -> Held | None:
         """Return the adapter in the weights, as it is held in a session; None without one, or while it is not held."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from client_connector.serving.request_state import Phase
+from lora_server.wire.waits import ENGINE, NAME, PLACE, WAITS, WEIGHTS
 
-NAME, PLACE, WEIGHTS, ENGINE = STAGES = ("name", "place", "weights", "engine")
 _STAGE_OF = {
     Phase.ASKING: NAME,  # the server's answer
     Phase.AWAY: NAME,
@@ -21,7 +21,7 @@ class RequestWaits:
     """The seconds of one request in each stage; begins in the first. One thread at a time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.seconds = dict.fromkeys(WAITS, 0.0)
         self._now, self._stage, self._since = now, NAME, now()
 
     def enter(self, phase: Phase) -> None:

@@ -77,6 +77,13 @@ ROWS: dict[str, Panels] = {
             },
         ),
         (
+            *("What requests wait for: the 99th percentile", "s", 8),
+            {
+                "{{what}}": "histogram_quantile(0.99, sum by (le, what) "
+                f"(rate(lora_server_request_wait_seconds_bucket[{RATE}])))"
+            },
+        ),
+        (
             *("The most used adapters", "ops", 8),
             {"{{adapter}}": f"topk(10, rate(lora_server_adapter_hold_seconds_count[{RATE}]))"},
         ),

@@ -76,6 +76,7 @@ RIGHTS: dict[str, Right] = {
     "/readyz": _PUBLIC,  # yes, or why not; the names in it need a token
     "/metrics": _WATCH,
     "/status.json": _WATCH,
+    "/status.events": _WATCH,
     "/": _PUBLIC,  # the page without anything on it
     "/page.css": _PUBLIC,
     "/page.js": _PUBLIC,

@@ -18,9 +18,11 @@ from lora_server.control.members.world import WorldMembership
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.start import RESTARTED, StartState
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.per_tenant import PerTenant
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
+from lora_server.wire.waits import WaitHistograms
 
 MAX_WAITERS = 64  # clients that wait for a place on a thread of ours
 log = structlog.get_logger()
@@ -46,6 +48,7 @@ class Clients:
         self.world, self._timings = world, timings
         self.twins = TwinConnections(leases, shards)
         self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
+        self.waits = PerTenant(WaitHistograms)  # what requests waited for, by the tenant of their engine
         self.refused = ""  # why joins are refused; empty if they are not
         self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
 
@@ -100,10 +103,12 @@ class Clients:
                 raise
             raise ServerUnavailableError(RESTARTED) from None
 
-    def heartbeat(self, proof: Proof, settled: Iterable[int] = ()) -> bool:
-        """Renew a client's lease and forget the tickets of which it has the answers (`settled`); return whether the
-        client has to report its holds with `restore`. Raises LeaseError."""
+    def heartbeat(self, proof: Proof, settled: Iterable[int] = (), waits: Sequence[pb.PhaseStats] = ()) -> bool:
+        """Renew a client's lease, count the `waits` of its requests, and forget the tickets of which it has the answers
+        (`settled`); return whether the client has to report its holds with `restore`. Raises LeaseError."""
         client = self.renew(proof)
+        if waits and (lease := self.leases.proven(proof)) is not None:
+            self.waits.of(lease.tenant).merge(waits)
         self._admission.settle(client, settled)
         return self._admission.holds.is_unknown(client)
 

@@ -93,7 +93,7 @@ class ControllerProcess:
         certificate = certificate_of(config)
         collector = ControllerCollector(controller, certificate)
         self.control: ControlServer | None = None
-        pages = page.answers(controller, lambda name: self.gate.names.owner(name))
+        pages = page.answers(controller, lambda name: self.gate.names.owner(name), events)
         self.http = listen_http(config, self._stack, self._not_ready, collector, pages, self.gate, certificate)
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)

@@ -6,5 +6,5 @@ events    what happens at a server, by ZeroMQ                 event_stream  foll
 host      which host this is                              plain    messages as JSON says them
 listing   pages of lists                                        credentials  what a caller shows
 bounds    how large the fields of a request may be              proofs       of secrets that are not sent
-terms     what a client proves, agrees on and holds
+terms     what a client proves, agrees on and holds             waits        what requests waited for
 """

@@ -303,14 +303,16 @@ class Proof(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("proof", "settled", "lacking")
+    __slots__ = ("proof", "settled", "lacking", "waits")
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     proof: Proof
     settled: _containers.RepeatedScalarFieldContainer[int]
     lacking: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ...) -> None: ...
+    waits: _containers.RepeatedCompositeFieldContainer[PhaseStats]
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("forgot", "endpoints")

@@ -498,8 +498,8 @@ class ClientsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Hold adapters by name, or one version by NAME@DIGEST, until Release, Leave, or the end of the lease; or be told the place in the queue for them, or
-        that they are loading.
+        """Hold adapters by name, or one version by NAME@DIGEST, until Release, Leave, or the end of the lease; or be told the
+        place in the queue for them, or that they are loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

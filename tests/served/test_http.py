@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.http.limits import MAX_CONNECTIONS
+from lora_server.control.http.page import live
 from lora_server.control.http.server import HttpServer
 from tests.support.certificates import Authority
 from tests.support.hostile_http import HOSTILE, attack, opened, request
@@ -77,6 +78,22 @@ def test_metrics_in_every_form():
         assert (packed[:2], gzip.decompress(packed[2])) == ((code, kind), body)
         assert get(server.port, "/metrics", Accept="application/openmetrics-text")[2].endswith(b"# EOF\n")
         assert get(server.port, "/metrics", Accept="text/plain;version=x")[0] in (200, 400), "new clients parse it"
+
+
+def test_readers_of_live_data_are_sent_it_anew_when_it_changes(monkeypatch):
+    monkeypatch.setattr(live, "BEAT_SECONDS", 100 * HANG_SECONDS)
+    monkeypatch.setattr(live, "STREAM_SECONDS", 100 * HANG_SECONDS)
+    changes = [0]
+    data = live.LiveData(lambda: {"changes": changes[0]})
+    options = {"more": {"/live": data.answer}, "request_seconds": 10 * HANG_SECONDS}
+    with serving(**options) as server, contextlib.ExitStack() as stack:
+        readers = [opened(server.port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(2)]
+        streams = [stack.enter_context(stack.enter_context(one).makefile("rb")) for one in readers]
+        for changes[0] in range(3):
+            data.wake()
+            for stream in streams:
+                while f'data: {{"changes": {changes[0]}}}\n'.encode() != stream.readline():
+                    pass
 
 
 def test_a_taken_port_is_an_error_of_the_constructor():

@@ -12,12 +12,14 @@ import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from client_connector.serving.leases import AdapterLeases
+from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from deploy.monitoring import dashboard
 from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
 from lora_server.registry.database import FILE, Database
-from tests.support.browser import look, needs_browser
+from tests.support.browser import look, needs_browser, opened
 from tests.support.serving import HANG_SECONDS, cli, flags, status, until
 from tests.support.workload import workload
 
@@ -55,6 +57,11 @@ def life(tmp_path_factory):
     with running_server(tmp_path_factory.mktemp("server") / "log", flags(load, *more)) as server:
         with attach(load.model, server=server.address) as lora, lora.adapters([name]):
             load.model(torch.tensor([load.batch[0].prompt]))
+        with contextlib.closing(AdapterLeases(Settings(server.address), lambda text: ())) as leases:
+            leases.hold("one", name, ())
+            until(lambda: leases.is_ready("one"), "it is held")
+            leases.release("one")
+            until(lambda: "lora_server_request_wait_seconds_count" in server.get("/metrics")[1], "a heartbeat told it")
         found, samples = {}, {}
 
         def scraped():
@@ -97,13 +104,17 @@ def test_the_operations_page_has_every_metric(exposed):
 def test_what_happened_is_counted(life):
     *_, samples = life
     acquired = samples["lora_server_adapter_hits_total",] + samples["lora_server_adapter_misses_total",]
-    assert acquired == samples["lora_server_admissions_total", "immediate"] == 1
+    assert acquired == samples["lora_server_admissions_total", "immediate"] == 2
+    for what in ("name", "place", "weights", "engine"):
+        assert samples["lora_server_request_wait_seconds_count", "(operator)", what] == 1
+    assert samples["lora_server_request_wait_seconds_sum", "(operator)", "name"] > 0
+    assert samples["lora_server_request_wait_seconds_sum", "(operator)", "place"] == 0
     loads = sum(samples["lora_server_load_seconds_count", "0", tier] for tier in ("disk", "host"))
     assert loads == samples["lora_server_loads_total", "0"] > 0
     assert samples["lora_server_load_seconds_sum", "0", "disk"] > 0
     assert samples["lora_server_admission_wait_seconds_bucket", "+Inf"] == 0
-    assert samples["lora_server_class_wait_seconds_bucket", "+Inf", "gold"] == 1
-    assert samples["lora_server_tenant_wait_seconds_count", "(operator)", "place"] == 1
+    assert samples["lora_server_class_wait_seconds_bucket", "+Inf", "gold"] == 2
+    assert samples["lora_server_tenant_wait_seconds_count", "(operator)", "place"] == 2
     for name in ("steps", "failed_steps", "compute_seconds"):
         whole, own = (f"lora_server_{of}{name}_total" for of in ("", "tenant_"))
         tenant = [samples.get((own, "(operator)", shard), 0) for shard in "0123"]  # has no line before its first step
@@ -163,14 +174,47 @@ def test_the_document_is_what_the_server_says(load, server):
     assert document["hits"] + document["misses"] >= 1
 
 
+def test_the_page_is_sent_what_the_document_says(server):
+    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=HANG_SECONDS)) as connection:
+        connection.request("GET", "/status.events")
+        answer = connection.getresponse()
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        kind, _, data = answer.readline().decode().partition(": ")
+    sent, asked = json.loads(data), json.loads(get(server, "/status.json")[1])
+    assert kind == "data" and sent.keys() == asked.keys() and sent["hottest"] == asked["hottest"]
+    assert {one["phase"] for one in sent["waits"]} == {"name", "place", "weights", "engine"}
+
+
 @needs_browser
-@pytest.mark.parametrize("flags", [["--window-size=1200,1500"], ["--window-size=390,2400"]], ids=["desk", "phone"])
-def test_a_browser_shows_it(server, tmp_path, flags):
-    elements, picture = look(f"http://{server.http}/", tmp_path, *flags)
+@pytest.mark.parametrize("size", [(1200, 1500), (390, 2400)], ids=["desk", "phone"])
+def test_a_browser_shows_it(server, tmp_path, size):
+    when = "document.querySelector('#asked').textContent"
+    elements, picture = look(f"http://{server.http}/", tmp_path, size=size, when=when)
     assert all(f">{name}</td>" in elements for name in workload("mixtral").paths)
     assert elements.count('class="shard"') == 4 and elements.count('class="state up"') == 5
     assert ">acme</td>" in elements and ">(operator)</td>" in elements
+    assert ">the adapter's weights</td>" in elements
     assert re.search(r"hit rate</dt><dd>[0-9.]+ %</dd>", elements)
     assert elements.count("<span>loads from disk</span>") == 4
     assert "refused</dt><dd>0</dd>" in elements and "NaN" not in elements and "undefined" not in elements
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+@needs_browser
+def test_an_open_page_shows_engines_that_come_and_go(load, server, tmp_path):
+    nothing = "document.querySelector('#clients').textContent.includes('none has joined')"
+    with opened(f"http://{server.http}/", tmp_path) as page:
+        page.until(nothing)
+        with attach(load.model, server=server.address):
+            page.until(f"!{nothing}")
+        page.until(nothing)
+
+
+@needs_browser
+def test_the_page_shows_what_is_loading_for_how_many_requests_and_until_when(server, tmp_path):
+    """Its script, given such a document."""
+    rows = [{"name": "law", "requests": 3, "expected_us": 1_500_000}, {"name": "art", "requests": 1}]
+    shown = f"loading({json.dumps(rows)}), [at('loads').hidden, at('loading').textContent]"
+    with opened(f"http://{server.http}/", tmp_path) as page:
+        page.until("document.querySelector('#asked').textContent")
+        assert page.value(shown) == [False, "adapterrequestsloaded inlaw31.5 sart1unknown"]

@@ -11,6 +11,8 @@ import pytest
 from bench import cold_neighbour
 from bench.cold_neighbour import REMOTE, SlowFiles, add_remote, make_remote, slow_files
 from bench.tick_engine import Generation, TickEngine
+from client_connector.transformers import attach
+from lora_server.demo.engine import load_model
 from lora_server.demo.launch import running_server
 from lora_server.sources.cache import DiskCache
 from lora_server.units import Size
@@ -76,6 +78,13 @@ def test_warm_rows_do_not_wait_for_an_adapter_that_loads_layer_by_layer(served, 
     limit = max(whole / 4, 5 * before)
     assert statistics.median(one.seconds for one in passes) < limit, "a pass that waits takes as long as the load"
     assert all("cold" not in one.requests for one in passes[:-2])
+
+
+def test_a_block_of_transformers_that_waits_begins_when_its_adapters_are_loaded(served):
+    address, name = served.server.address, next(served.cold)
+    assert not listed(address)[name].resident_layers
+    with attach(load_model(served.work / "base"), server=address) as lora, lora.adapters([name], wait="loaded"):
+        assert listed(address)[name].resident_layers == LAYERS
 
 
 def test_warm_rows_do_not_wait_for_a_fetch_that_takes_longer_than_a_step_may(served, engine):

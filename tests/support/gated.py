@@ -10,6 +10,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Role
 from lora_server.access.store import Tenant
 from lora_server.control.adapters.records import Record
+from lora_server.control.events.log import EventLog
 from lora_server.control.http import page
 from lora_server.control.http.server import HttpServer
 from lora_server.control.rpc.registration import Doorkeeper
@@ -59,7 +60,7 @@ class Gated:
         self.control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), gate=gate, **tls)
         stack.callback(lambda: self.control.close(0.2))
         self.http = HttpServer(
-            "127.0.0.1", 0, controller.not_ready, None, page.answers(controller, gate.names.owner), gate
+            "127.0.0.1", 0, controller.not_ready, None, page.answers(controller, gate.names.owner, EventLog()), gate
         )
         stack.callback(self.http.close)
         self.address = f"127.0.0.1:{self.control.port}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm.config import CUDAGraphMode
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
@@ -47,6 +47,7 @@ from lora_server.wire.credentials import Credentials
 
 # at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
 REQUESTS = Counter("lora_server_requests", "Requests that did not get their adapter's answer", ["outcome"])
+NAME_SECONDS = Histogram("lora_server_name_seconds", "Time that looking up the adapter's name of a request took")
 MANY = 1 << 20  # of adapters in one batch; nothing is allocated for them
 _DIRECTORY = "lora_server_directory"  # attributes of an OpenAIServingModels of ours
 LOOKUP = f"{KEY}_lookup"
@@ -186,7 +187,8 @@ async def _check_model(original: Any, lookup: Lookup, self: Any, request: Any) -
     tenant, name = tenant_and_name(request.model) if CALLER.get() is not None else ("", request.model)
     known = request.model in self.models.lora_requests
     try:
-        adapter = await lookup.get(name, tenant, waits=not known)
+        with NAME_SECONDS.time():
+            adapter = await lookup.get(name, tenant, waits=not known)
     except ServerUnavailableError as error:
         return None if known else _refusal(error)
     except LoraServerError as error:

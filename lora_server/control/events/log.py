@@ -51,6 +51,7 @@ class EventLog:
     def __init__(self, clock: Clock = SYSTEM, depth: int = DEPTH) -> None:
         self._clock, self.epoch = clock, int(clock.time() * 1e6)
         self.viewers: Callable[[str], Iterable[str]] = lambda name: ("",)  # tenants that see an adapter of this name
+        self.on_taken: Callable[[], object] = lambda: None  # called after `take` with events; must not block
         self._wake: Callable[[], object] | None = None
         self._pending: list[tuple[str, str, AnyEvent]] = []
         self._sequences = {topic_of(kind, ""): self.epoch for kind in KINDS}
@@ -85,6 +86,8 @@ class EventLog:
             for begin in range(0, len(events), MOST_IN_BATCH):
                 some = events[begin : begin + MOST_IN_BATCH]
                 taken.append(self._keep(kind, topic, encode(EventBatch(now, some)), len(some)))
+        if taken:
+            self.on_taken()
         return taken
 
     def _keep(self, kind: str, topic: str, payload: bytes, size: int) -> EventMessage:

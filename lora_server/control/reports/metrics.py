@@ -20,7 +20,7 @@ from lora_server.control.controller import Controller
 from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.control.reports.durations import Durations, durations
 from lora_server.control.reports.metrics_disk import disk_metrics
-from lora_server.control.reports.metrics_tenant import tenant_metrics
+from lora_server.control.reports.metrics_tenant import request_waits, tenant_metrics
 from lora_server.errors import AdapterFormatError, AdmissionError
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -103,6 +103,7 @@ class ControllerCollector(Collector):
         yield _holds(controller.adapters.admission.tally)
         yield from disk_metrics(controller)
         yield from tenant_metrics(reported, controller.adapters.admission.queue.counters)
+        yield request_waits(controller.clients.waits)
         refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
         for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
             refusals.add_metric([code], count)

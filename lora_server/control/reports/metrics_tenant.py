@@ -8,7 +8,9 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from lora_server.control.admission.queue import AdmissionCounters
 from lora_server.control.reports.durations import durations
+from lora_server.per_tenant import PerTenant
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.waits import WaitHistograms
 
 # metric, help, fields of TenantStats, factor
 _COUNTERS = (
@@ -18,6 +20,20 @@ _COUNTERS = (
     ("lora_server_tenant_compute_seconds", "Time shards computed", ("compute_ns",), 1e-9),
     ("lora_server_tenant_step_bytes", "Bytes of requests and responses", ("request_bytes", "response_bytes"), 1.0),
 )
+
+
+def request_waits(waits: PerTenant[WaitHistograms]) -> Metric:
+    """Return how long requests waited for what, as their engines say."""
+    return durations(
+        "lora_server_request_wait_seconds",
+        "Time that requests waited for a name, a place, weights, and their engine, by the tenant of that engine",
+        ["tenant", "what"],
+        (
+            ([tenant, what], one.counts, one.sum_ns)
+            for tenant, own in waits.all().items()
+            for what, one in own.of.items()
+        ),
+    )
 
 
 def tenant_metrics(reported: Mapping[int, pb.ShardStats], counters: AdmissionCounters) -> Iterable[Metric]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lora_server.control.adapters.listings import Listing
 from lora_server.control.admission.tally import Sum
 from lora_server.control.controller import Controller
 from lora_server.control.reports.status import status
+from lora_server.histogram import Histogram
 from lora_server.wire.plain import fields
+from lora_server.wire.waits import WAITS, WaitHistograms
 
 MOST_ADAPTERS = MOST_TENANTS = 100
 NEVER = Sum()
@@ -20,8 +22,8 @@ NEVER = Sum()
 
 def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, Any]:
     """Return the page's data as a JSON object: `fields` of StatusReply, `hottest` adapters, `tenants`, `hits` and
-    `misses` of acquired adapters, and a clock's `seconds`, so that differences become rates. `owner` returns an
-    adapter's tenant."""
+    `misses` of acquired adapters, `waits` of requests, and a clock's `seconds`, so that differences become rates.
+    `owner` returns an adapter's tenant."""
     used, _ = controller.adapters.admission.tally.sums()
     listings = controller.adapters.listings.all()
 
@@ -33,7 +35,18 @@ def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, A
     counters = controller.adapters.admission.queue.counters
     more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
     engines = Counter(lease.tenant for lease, _ in controller.clients.leases.silences())
+    more["waits"] = _waits(controller.clients.waits.all().values())
     return fields(status(controller)) | more | {"tenants": _tenants(listings, engines, owner)}
+
+
+def _waits(tenants: Iterable[WaitHistograms]) -> list[dict[str, Any]]:
+    """Add up what requests of all tenants waited for. Clients tell it: sums may exceed what a message can carry."""
+    waits = {what: Histogram() for what in WAITS}
+    for tenant in tenants:
+        for what, one in tenant.of.items():
+            waits[what].merge(one.counts, one.sum_ns)
+    counted = {what: one for what, one in waits.items() if any(one.counts)}
+    return [{"phase": what, "counts": one.counts, "sum_ns": one.sum_ns} for what, one in counted.items()]
 
 
 def _tenants(listings: list[Listing], engines: Counter[str], owner: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -161,7 +161,7 @@ class ClientsService:
 
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
         proof = self._own(request, who)
-        forgot = self._clients.heartbeat(proof, request.settled)
+        forgot = self._clients.heartbeat(proof, request.settled, request.waits)
         up = self._clients.twins.offer(proof.client, request.lacking)
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
         return pb.HeartbeatReply(forgot=forgot, endpoints=[one.registration.endpoint for one in level])

@@ -44,7 +44,7 @@ NOT_GOOD = {
 
 
 def test_the_table_has_every_entry_point_and_no_other():
-    paths = {"/livez", "/readyz", "/metrics", "/status.json", *page.FILES}
+    paths = {"/livez", "/readyz", "/metrics", "/status.json", "/status.events", *page.FILES}
     assert set(RIGHTS) == set(CALLS) | {"Health/Check"} | paths
     assert set(CALLS) >= CHANGES
 

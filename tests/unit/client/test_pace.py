@@ -7,6 +7,9 @@ import pytest
 from client_connector.serving.pace import MARGIN, PassPace
 from client_connector.serving.request_state import Phase
 from client_connector.serving.waits import RequestWaits
+from lora_server.errors import ProtocolError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.waits import WaitHistograms
 
 
 def paced(passes):
@@ -54,3 +57,21 @@ def test_the_waits_of_a_request_are_told_apart_and_add_up():
     for phase in (Phase.PAUSED, Phase.ASKING, Phase.HELD, Phase.ENDED):
         waits.enter(phase)
     assert waits.seconds == {"name": 4.0, "place": 1.0, "weights": 2.0, "engine": 2.0}, "asked for again"
+
+
+def test_waits_that_were_told_are_taken_away_and_later_ones_are_kept():
+    told, heard = WaitHistograms(), WaitHistograms()
+    assert told.messages() == []
+    told.add({"name": 1.0, "place": 0.5})
+    messages = told.messages()
+    told.add({"name": 2.0})
+    heard.merge(messages), told.merge(messages, -1)
+    assert [(one.phase, sum(one.counts), one.sum_ns) for one in told.messages()] == [("name", 1, 2 * 10**9)]
+    heard.merge(told.messages())
+    name, place = heard.of["name"], heard.of["place"]
+    assert (sum(name.counts), name.sum_ns, place.sum_ns) == (2, 3 * 10**9, 10**9 // 2)
+
+
+def test_counts_of_other_bounds_are_refused():
+    with pytest.raises(ProtocolError, match="got 2 counts, expected 13"):
+        WaitHistograms().merge([pb.PhaseStats(phase="name", counts=[1, 2])])

@@ -61,7 +61,7 @@ def test_links_lead_somewhere():
     assert [found for found in links if leads_nowhere(*found)] == []
 
 
-VLLM_METRICS = {"lora_server_requests_total"}  # at vLLM's own /metrics
+VLLM_METRICS = {"lora_server_requests_total", "lora_server_name_seconds"}  # at vLLM's own /metrics
 
 
 def test_metrics_that_are_named_are_in_the_table_of_operations():

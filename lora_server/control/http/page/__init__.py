@@ -1,14 +1,17 @@
-"""A live web page, without a build step or external files; it shows the data of `overview`."""
+"""A live web page, without a build step or external files; it shows the data of `overview`, which comes by `live`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lora_server.control.controller import Controller
+from lora_server.control.events.log import EventLog
+from lora_server.control.http.page.live import LiveData
 from lora_server.control.reports.overview import overview
 
 FILES = {
@@ -24,13 +27,21 @@ HEADERS = {
 }
 
 
-def answers(controller: Controller, owner: Callable[[str], str]) -> dict[str, Callable[[Request], Response]]:
+def answers(
+    controller: Controller, owner: Callable[[str], str], events: EventLog
+) -> dict[str, Callable[[Request], Response]]:
     """Return the handlers of the page's files and data, by path. `owner` returns an adapter's tenant."""
 
-    def status(_: Request) -> Response:
-        return JSONResponse(overview(controller, owner), headers={"Cache-Control": "no-store"})
+    def data() -> dict[str, Any]:
+        return overview(controller, owner)
 
-    return {**{path: _file(name, kind) for path, (name, kind) in FILES.items()}, "/status.json": status}
+    live = LiveData(data)
+    events.on_taken = live.wake
+    return {
+        **{path: _file(name, kind) for path, (name, kind) in FILES.items()},
+        "/status.json": lambda _: JSONResponse(data(), headers={"Cache-Control": "no-store"}),
+        "/status.events": live.answer,
+    }
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Response]:

@@ -1,8 +1,12 @@
-// Asks /status.json every two seconds and writes what it says. Rates are differences between two answers.
+// Writes what /status.json says, and then what /status.events sends: when something happens, and every two seconds.
+// Rates are differences between two answers.
 "use strict";
 
-const EVERY_MS = 2000, GIVE_UP_MS = 8000;
+const SOON_MS = 200, AGAIN_MS = 2000, GIVE_UP_MS = 8000;
 const at = (id) => document.getElementById(id);
+const WAITS = {
+  name: "the server's answer", place: "a place", weights: "the adapter's weights", engine: "the engine's next pass",
+};
 let before = null;
 
 function element(tag, text = "", kind = "") {
@@ -163,6 +167,14 @@ function loading(rows) {
     rows.map((one) => [one.name, count(one.requests), left(one)]), "");
 }
 
+// kinds of waits, each with a histogram of all requests since the controller started
+function waits(rows) {
+  const each = rows.map((one) => [one, one.counts.reduce((sum, times) => sum + times, 0)]).filter(([, times]) => times);
+  at("waits").hidden = !each.length;
+  table("waited", { "waited for": "", requests: "", "each for": "" },
+    each.map(([one, times]) => [WAITS[one.phase], count(times), duration(one.sum_ns / times / 1e9)]), "");
+}
+
 // rows of texts and numbers, all with the same names
 function tenants(rows) {
   at("tenants").hidden = !rows.length;
@@ -183,6 +195,7 @@ function write(now) {
   shards(now, seconds);
   adapters(now);
   loading(now.loading);
+  waits(now.waits);
   const engines = now.joined.map((one) => [
     one.instance, String(one.client), one.transports.join(", ") || "-", `${one.silent_seconds.toFixed(0)} s ago`,
     count(one.held),
@@ -196,18 +209,29 @@ function write(now) {
 
 // -- the loop
 
-async function ask() {
+function show(text) {
+  write(JSON.parse(text));
+  at("alarm").hidden = true;
+  at("asked").textContent = `as of ${new Date().toLocaleTimeString()}`;
+}
+
+// the server ends a stream after some seconds; what is wrong, if something is, this says when it asks again
+async function follow() {
   try {
     const answer = await fetch("/status.json", { signal: AbortSignal.timeout(GIVE_UP_MS), cache: "no-store" });
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
-    write(await answer.json());
-    at("alarm").hidden = true;
-    at("asked").textContent = `as of ${new Date().toLocaleTimeString()}`;
+    show(await answer.text());
+    const stream = new EventSource("/status.events");
+    stream.onmessage = (event) => show(event.data);
+    stream.onerror = () => {
+      stream.close();
+      setTimeout(follow, SOON_MS);
+    };
   } catch (error) {
     at("alarm").textContent = `The server does not answer (${error.message}). What is below is what it said last.`;
     at("alarm").hidden = false;
+    setTimeout(follow, AGAIN_MS);
   }
-  setTimeout(ask, EVERY_MS);
 }
 
-ask();
+follow();
