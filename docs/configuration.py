@@ -24,7 +24,10 @@ from provisioning import cli as provision
 
 PAGE = Path(__file__).with_suffix(".md")
 MEANINGS = {  # of what has no description in the code
-    "address": ("HOST:PORT", "The server's `--listen`; without it the plugin is not active"),
+    "address": (
+        "HOST:PORT",
+        "The server's `--listen`, with a standby both, `A:7400,B:7400`; without it the plugin is not active",
+    ),
     "server": ("HOST:PORT", "The server's `--listen`"),
     "transport": (", ".join(TRANSPORTS), "auto: shared memory on this host, else TCP; or one of them by name"),
     "wire": (", ".join(WIRES), "The `--wire` that the server must have"),

@@ -54,6 +54,32 @@ class Address(NamedTuple):
         return f"{bracketed(self.host)}:{self.port}"
 
 
+class ControllerList(NamedTuple):
+    """The addresses of a server's controllers: of its only one, or also of its standby."""
+
+    addresses: tuple[Address, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> ControllerList:
+        """Return the addresses of HOST:PORT, or of several with commas between them; raises ConfigError."""
+        addresses = tuple(Address.parse(one) for one in text.split(","))
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError(f"got {text!r}, expected each address once")
+        return cls(addresses)
+
+    @property
+    def has_standby(self) -> bool:
+        """Return whether there is more than one controller."""
+        return len(self.addresses) > 1
+
+    def is_loopback(self) -> bool:
+        """Return whether only processes of this host reach them."""
+        return all(address.is_loopback() for address in self.addresses)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.addresses))
+
+
 def bracketed(host: str) -> str:
     """Return a host as it is written in an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host

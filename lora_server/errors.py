@@ -21,7 +21,8 @@ LoraServerError
 │   ├── ShardUnavailableError  a shard died or cannot be reached
 │   └── ProtocolError        a slot, header or message that breaks the wire contract
 └── ServerUnavailableError   the controller does not answer, or is not ready in time
-    └── ServerBusyError      it has as many calls of this kind as it takes
+    ├── ServerBusyError      it has as many calls of this kind as it takes
+    └── NotLeaderError       it stands by, or another controller leads by now
 """
 
 from __future__ import annotations
@@ -172,6 +173,12 @@ class ServerBusyError(ServerUnavailableError):
     """The controller has as many calls of this kind as it takes; try again soon."""
 
     code = "server_busy"
+
+
+class NotLeaderError(ServerUnavailableError):
+    """The controller stands by, or stopped leading; names the one that leads."""
+
+    code = "not_leader"
 
 
 def _tree(root: type[LoraServerError]) -> dict[str, type[LoraServerError]]:

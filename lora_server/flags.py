@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperOption
 _PLAIN = (bool, int, float, Path)  # anything else is parsed by the class, from the text
 _METAVARS = {
     "Address": "HOST:PORT",
+    "ControllerList": "HOST:PORT",
     "Path": "PATH",
     "Size": "SIZE",
     "SloClasses": "PATH",

@@ -34,6 +34,8 @@ class Timings:
     sweep: float = 0.5  # between two sweeps of the controller: leases, deadlines, health
     stall: float = 1.0  # a controller that heard no client for so long suspends lease expiry
     grace: float = 1.0  # for running calls when the controller stops
+    leader: float = 3.0  # without a sign of the leading controller for so long, its database lets another one lead
+    leader_look: float = 0.2  # between two attempts of a standby to lead
     registry_look: float = 1.0  # between two looks for what other servers changed in the registry
     # events
     event_batch: float = 0.02  # an event waits so long for others

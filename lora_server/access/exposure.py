@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import structlog
 
-from lora_server.address import Address
+from lora_server.address import Address, ControllerList
 from lora_server.config import ServeConfig
 from lora_server.errors import ConfigError
 
@@ -29,14 +29,14 @@ def check(config: ServeConfig) -> None:
     log.warning("--insecure: any host that reaches these ports may do everything", missing=missing, **open_to)
 
 
-def _open(config: ServeConfig) -> dict[str, Address]:
+def _open(config: ServeConfig) -> dict[str, Address | ControllerList]:
     """Return the addresses by flag at which other hosts may reach this node."""
     if config.node_rank and config.controller is not None:
         return {"--controller": config.controller, "--http": config.http}
     more = {"--advertise": Address(config.advertise, 0)} if config.advertise else {}
     if config.events_address is not None:
         more["--events"] = config.events_address
-    return {"--listen": config.listen, "--http": config.http} | more
+    return {"--listen": config.listen, "--http": config.http, **more}
 
 
 def _lacking(config: ServeConfig, open_to: Collection[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_server.access import rights, tokens
 from lora_server.access.identity import Identity, Role
-from lora_server.address import Address
+from lora_server.address import ControllerList
 from lora_server.config import ProcessConfig
 from lora_server.errors import UnauthenticatedError
 from lora_server.wire import lora_server_pb2 as pb
@@ -18,7 +18,7 @@ CALL_SECONDS = 2.0
 class RemoteGate:
     """Asks the controller for every call. Thread-safe."""
 
-    def __init__(self, controller: Address, config: ProcessConfig) -> None:
+    def __init__(self, controller: ControllerList, config: ProcessConfig) -> None:
         self._server, self._config = str(controller), config
 
     def admit(self, what: str, authorization: str) -> Identity | None:

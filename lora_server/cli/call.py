@@ -17,7 +17,10 @@ SERVER_VARIABLE = "LORA_SERVER_ADDRESS"
 EXIT_ERROR, EXIT_USAGE = 1, 2
 
 ServerOption = Annotated[
-    str, typer.Option("--server", envvar=SERVER_VARIABLE, help="The server's --listen, HOST:PORT.")
+    str,
+    typer.Option(
+        "--server", envvar=SERVER_VARIABLE, help="The server's --listen, HOST:PORT; with a standby both, A:7400,B:7400."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
 

@@ -21,7 +21,7 @@ GROUPS = {
         "tls_name", "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
     ),
     "Several nodes": (
-        "nodes", "node_rank", "controller", "controller_seconds", "join_token_file", "advertise", "replicas",
+        "nodes", "node_rank", "controller", "controller_seconds", "standby", "join_token_file", "advertise", "replicas",
         "failover_ms",
     ),
     "Steps": (

@@ -11,7 +11,18 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from lora_server.address import Address
 from lora_server.config.checks import check_leaders, check_ports, check_replicas
-from lora_server.config.types import TCP, Classes, Host, LayoutName, Listens, Paths, PoolSize, Publishes, Texts
+from lora_server.config.types import (
+    TCP,
+    Classes,
+    Controllers,
+    Host,
+    LayoutName,
+    Listens,
+    Paths,
+    PoolSize,
+    Publishes,
+    Texts,
+)
 from lora_server.logs import Format
 from lora_server.placement import MOST_REPLICAS, Layout, share
 from lora_server.ports import HIGHEST, DataPorts
@@ -157,9 +168,18 @@ class ServeConfig(BaseSettings):
         "step takes under load.",
     )
     node_rank: int = Field(0, ge=0, description="Rank of this node; rank 0 runs the controller.")
-    controller: Listens | None = Field(None, description="Node 0's --listen; required on the other nodes.")
+    controller: Controllers | None = Field(
+        None,
+        description="Node 0's --listen; required on the other nodes. With a standby the addresses of both controllers, "
+        "A:7400,B:7400, the same text on every node.",
+    )
     controller_seconds: float = Field(
         300.0, gt=0, description="Longest time (s) that a starting node waits for --controller."
+    )
+    standby: bool = Field(
+        False,
+        description="Run a second controller instead of a node: it takes over when the one that leads ends. Needs both "
+        "addresses in --controller, --registry and --join-token-file.",
     )
     join_token_file: Path | None = Field(
         None, description="File with the secret that the other nodes show to node 0; the same text on every node."
@@ -234,6 +254,26 @@ class ServeConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_standby(self) -> ServeConfig:
+        if self.standby and (self.node_rank or not self.has_standby):
+            raise ValueError(
+                f"--standby: got --node-rank {self.node_rank} and --controller {self.controller or 'none'}, expected "
+                "rank 0 and the addresses of both controllers: --controller A:7400,B:7400"
+            )
+        if self.has_standby and not self.node_rank:
+            if not self.registry.startswith("postgresql"):
+                raise ValueError(
+                    f"--controller: got {self.controller} and no --registry, expected the postgresql:// that both "
+                    "controllers share: its lock decides which of them leads"
+                )
+            if self.join_token_file is None:
+                raise ValueError(
+                    f"--controller: got {self.controller} and no --join-token-file, expected the same one for both "
+                    "controllers and every node: shards know their controllers by it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_tls(self) -> ServeConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert: got one of --tls-cert and --tls-key, expected both or neither")
@@ -255,6 +295,11 @@ class ServeConfig(BaseSettings):
     def replicated(self) -> Layout:
         """The layout, with its replicas."""
         return replace(Layout.parse(self.layout), replicas=self.replicas)
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether the server has a second controller, which takes over."""
+        return self.controller is not None and self.controller.has_standby
 
     @property
     def events_address(self) -> Address | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_settings import NoDecode
 
-from lora_server.address import Address, parse_host
+from lora_server.address import Address, ControllerList, parse_host
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 from lora_server.slo import SloClasses
@@ -55,6 +55,7 @@ def _publishes(text: str) -> str:
 
 # NoDecode: their text in the environment is not JSON
 Listens = Annotated[Address, NoDecode, BeforeValidator(_reader(Address.parse)), PlainSerializer(str)]
+Controllers = Annotated[ControllerList, NoDecode, BeforeValidator(_reader(ControllerList.parse)), PlainSerializer(str)]
 PoolSize = Annotated[
     Size,
     NoDecode,

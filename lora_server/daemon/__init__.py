@@ -5,6 +5,7 @@ node              one `lora-server serve`: what it starts   processes  how: watc
   startup         says that it starts, and serves           forks      forked from one that has imported all
                                                             forked     a forked child
 controller_main   the controller's process (rank 0)         http       its port
+  standby         one of two, until it leads
   guard           its ports, while none listens there      heap       large buffers are given back
 shard_main        a shard's process                         backends   what it computes with
   shard_parts       its listeners, and what serves steps

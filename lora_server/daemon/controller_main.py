@@ -43,7 +43,7 @@ from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
 from lora_server.merge.checkpoint import base_weights
-from lora_server.registry.database import database_of
+from lora_server.registry.database import Database, database_of
 from lora_server.registry.versions import Ledger
 from lora_server.slo import NO_CLASSES
 from lora_server.sources.copies import Copies
@@ -57,13 +57,14 @@ log = structlog.get_logger()
 class ControllerProcess:
     """Controller, gRPC and HTTP, put together."""
 
-    def __init__(self, config: ProcessConfig) -> None:
-        """Raises ConfigError for an address that cannot be had."""
+    def __init__(self, config: ProcessConfig, database: Database | None = None) -> None:
+        """`database`: of a controller that leads; without it, the server's only controller opens its own. Raises
+        ConfigError for an address that cannot be had."""
         self.config, self._timings = config, config.timings
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
-        self.database = database_of(config)
+        self.database = database_of(config) if database is None else database
         self._stack.callback(self.database.close)
         spec = ModelSpec.from_json(config.spec_json)
         agreement = replace(Agreement.of(config, spec), base_weights=base_weights(config.base_model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import resource
 import signal
 import socket
@@ -16,7 +17,7 @@ import structlog
 from lora_server.access import exposure
 from lora_server.access.remote import RemoteGate
 from lora_server.access.tls import certificate_of
-from lora_server.address import Address
+from lora_server.address import Address, ControllerList
 from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.config.types import TCP
 from lora_server.daemon import processes
@@ -34,6 +35,7 @@ from lora_server.spec import ModelSpec
 
 RETRY_SECONDS = 1.0
 CONTROLLER, SHARD = "lora_server.daemon.controller_main", "lora_server.daemon.shard_main"
+STANDBY = "lora_server.daemon.standby"
 log = structlog.get_logger()
 
 
@@ -83,12 +85,17 @@ class Node:
         if process.events_address is not None:
             held["events"] = f"{TCP}{hold_port('--events', process.events_address, ports)}"
         process = process.model_copy(update=held)
-        controller = self._run("controller", CONTROLLER, process)
-        self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
+        if not process.has_standby or process.controller is None:
+            process = process.model_copy(update={"controller": ControllerList((process.listen.local(),))})
+        controller = self._run("controller", _controller_module(process), process)
+        if not process.standby:
+            self._start_shards(process)
         controller.wait_up(process.timings.node_up)
-        self._watch(process, process.listen.local())
+        assert process.controller is not None
+        if not process.standby:
+            self._watch(process, process.controller)
 
-    def _watch(self, process: ProcessConfig, controller: Address) -> None:
+    def _watch(self, process: ProcessConfig, controller: ControllerList) -> None:
         startup = Startup(process, controller, self.stopped, self._fail)
         self._stack.callback(startup.close)
 
@@ -130,7 +137,7 @@ def serve(config: ServeConfig) -> None:
     spec = check_start(config)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of its children: a client takes two of each shard
-    forks = ForkServer([CONTROLLER, SHARD], fork_seconds=config.timings.fork)
+    forks = ForkServer([_controller_module(config), SHARD], fork_seconds=config.timings.fork)
     forks.fork_off()
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)  # by a thread: after the fork
@@ -142,6 +149,10 @@ def serve(config: ServeConfig) -> None:
             raise node.failure
     finally:
         node.close()
+
+
+def _controller_module(config: ServeConfig) -> str:
+    return STANDBY if config.has_standby else CONTROLLER
 
 
 def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: threading.Event) -> ProcessConfig:
@@ -191,13 +202,14 @@ def _own_address(listen: Address) -> str:
     ) from failure
 
 
-def _towards(controller: Address, seconds: float, stop: threading.Event) -> str:
-    """Return this host's address towards the controller; retries while its name or the network is not there yet.
+def _towards(controllers: ControllerList, seconds: float, stop: threading.Event) -> str:
+    """Return this host's address towards a controller; retries while its name or the network is not there yet.
 
     Raises ConfigError after `seconds`, or once `stop` is set.
     """
-    said, deadline = "", time.monotonic() + seconds
+    said, deadline, candidates = "", time.monotonic() + seconds, itertools.cycle(controllers.addresses)
     while True:
+        controller = next(candidates)
         try:
             family, _, _, _, address = socket.getaddrinfo(*controller, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

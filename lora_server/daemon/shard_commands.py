@@ -28,7 +28,7 @@ class ShardCommands:
 
     def __init__(
         self,
-        node_rank: int,
+        fetches: bool,
         port: Port,
         store: WeightStore,
         coordinator: StageRole,
@@ -37,9 +37,10 @@ class ShardCommands:
         stop: Callable[[], None],
         step_seconds: float = Timings.expected_step,
     ) -> None:
-        """`step_seconds` is added to a prefetch's deadline, so that adapters that block steps are loaded first."""
+        """`fetches`: adapters' files come from the controller, which may be on another host. `step_seconds` is added to
+        a prefetch's deadline, so that adapters that block steps are loaded first."""
         self._step_seconds = step_seconds
-        self._node_rank, self._port, self._store = node_rank, port, store
+        self._fetches, self._port, self._store = fetches, port, store
         self._coordinator, self._world, self._moved, self._stop = coordinator, world, moved, stop
 
     def execute(self, command: pb.ShardCommand, done: Done) -> None:
@@ -98,7 +99,7 @@ class ShardCommands:
     def _source(self, load: pb.Load) -> Source:
         if is_remote(load.path):
             return Source(Path(), load.version, load.stamp, load.path)
-        if load.sent and self._node_rank:
+        if load.sent and self._fetches:
             return Source(Path(), load.version, load.stamp, f"{NODE0}{load.path}")
         return Source(Path(load.path), load.version, load.stamp)
 

@@ -71,7 +71,7 @@ class ShardProcess:
         self.parts = parts = build(config, Placement(spec, layout), self.listeners, fetcher)
         self._reports = ShardReports(parts.shard, port, parts.coordinator, fetcher, self.stream.report, timings)
         self._commands = ShardCommands(
-            config.node_rank,
+            config.node_rank > 0 or config.has_standby,
             port,
             parts.shard.store,
             parts.coordinator,

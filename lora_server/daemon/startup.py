@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from lora_server.access.tls import own_credentials
-from lora_server.address import Address
+from lora_server.address import ControllerList
 from lora_server.config import ProcessConfig
 from lora_server.errors import LoraServerError
 from lora_server.placement import share
@@ -22,7 +22,7 @@ REMIND_SECONDS = 30.0  # before the first line about a start that takes long; th
 log = structlog.get_logger()
 
 
-def ask(server: Address, config: ProcessConfig) -> tuple[pb.StatusReply, str]:
+def ask(server: ControllerList, config: ProcessConfig) -> tuple[pb.StatusReply, str]:
     """Ask the controller; return its answer and why this node does not serve, or ''. Raises ServerUnavailableError."""
     with open_channel(str(server), own_credentials(config)) as channel:
         request = pb.StatusRequest()
@@ -38,7 +38,11 @@ class Startup:
     """A thread that ends when the node serves or stops; it calls `fail` if the controller is never reached."""
 
     def __init__(
-        self, config: ProcessConfig, server: Address, stopped: threading.Event, fail: Callable[[LoraServerError], None]
+        self,
+        config: ProcessConfig,
+        server: ControllerList,
+        stopped: threading.Event,
+        fail: Callable[[LoraServerError], None],
     ) -> None:
         self._config, self._server, self._stopped, self._fail = config, server, stopped, fail
         self._began = time.monotonic()

@@ -42,6 +42,7 @@ from lora_server.timings import DEFAULTS, Timings
 FILE = "registry.sqlite"
 SCHEMA = 1  # higher where a table's columns mean something else than before
 BUSY_SECONDS = 0.5  # of one try, while another process writes
+STOPPED_SECONDS = 3.0  # then a PostgreSQL ends the transaction of a process that was stopped in it
 MIN_PAUSE, MAX_PAUSE = 0.02, 0.5
 _DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
 _READ_ONLY = "25006"  # SQLSTATE of a write on a PostgreSQL that is a standby, or became one in a failover
@@ -86,7 +87,7 @@ class Database:
         """Create missing tables and columns. Raises ConfigError if the database cannot be opened, or is of a newer
         release."""
         parsed, self._stopping, self._seconds = _parsed(url), threading.Event(), timings.database
-        self.check: Work[object] = lambda connection: None  # begins every write; raises where this process may not
+        self.checks: list[Work[object]] = []  # begin every write; raise where this process may not
         self.shown = parsed.render_as_string(hide_password=True)
         self.shared = parsed.get_backend_name() != "sqlite"
         try:
@@ -129,10 +130,18 @@ class Database:
         """
 
         def checked(connection: Connection) -> T:
-            self.check(connection)
+            for check in self.checks:
+                check(connection)
             return work(connection)
 
         return self._transact(checked, self._seconds if seconds is None else seconds, writes=True)
+
+    def session(self, seconds: float) -> Connection:
+        """Open a connection to a PostgreSQL, whose statements are transactions; the database ends it after so long
+        without one. The caller invalidates it, and closes it. Raises DBAPIError."""
+        session = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        session.exec_driver_sql(f"SET idle_session_timeout = {int(seconds * 1000)}")
+        return session
 
     def close(self) -> None:
         """Close the pool without waiting; transactions that wait to be retried give up."""
@@ -208,7 +217,10 @@ def _parsed(url: str) -> URL:
 def _options(shared: bool, seconds: float) -> dict[str, Any]:
     if not shared:
         return {"connect_args": {"timeout": BUSY_SECONDS}}
-    limits = f"-c statement_timeout={int(seconds * 1000)} -c lock_timeout={int(BUSY_SECONDS * 1000)}"
+    limits = (
+        f"-c statement_timeout={int(seconds * 1000)} -c lock_timeout={int(BUSY_SECONDS * 1000)} "
+        f"-c idle_in_transaction_session_timeout={int(STOPPED_SECONDS * 1000)}"
+    )
     arguments = {"connect_timeout": 5, "tcp_user_timeout": int(seconds * 1000), "options": limits}
     return {"pool_pre_ping": True, "connect_args": arguments}
 

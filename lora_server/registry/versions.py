@@ -105,7 +105,7 @@ class Ledger:
             if own not in _models(connection):
                 raise ServerUnavailableError(f"{other}; nothing was changed")
 
-        database.check = check
+        database.checks.append(check)
 
     # -- what there is
 

@@ -7,4 +7,5 @@ host      which host this is                              plain    messages as J
 listing   pages of lists                                        credentials  what a caller shows
 bounds    how large the fields of a request may be              proofs       of secrets that are not sent
 terms     what a client proves, agrees on and holds             waits        what requests waited for
+leader    calls go to the controller that leads
 """

@@ -17,6 +17,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.events import EventBatch, decode
+from lora_server.wire.leader import leader_of
 from lora_server.wire.rpc import call, open_channel
 
 
@@ -38,7 +39,7 @@ def _from_here(endpoint: str, server: str) -> str:
     if not endpoint.startswith("tcp://"):
         return endpoint
     address = Address.parse(endpoint.removeprefix("tcp://"))
-    host = Address.parse(server).host if address.host in ANY else address.host
+    host = Address.parse(leader_of(server)).host if address.host in ANY else address.host
     return f"tcp://{address._replace(host=host)}"
 
 

@@ -29,6 +29,7 @@ from lora_server.errors import (
 )
 from lora_server.wire.bounds import REPLY_BYTES
 from lora_server.wire.credentials import CODE_KEY, TLS_CA, TLS_CERT, TLS_NAME, Credentials, Shows, of_environment
+from lora_server.wire.leader import LeaderChannel
 
 REQUEST_KEY = "lora-request-id"
 # streams between shards and the controller: a host that vanished is noticed within seconds
@@ -37,15 +38,21 @@ KEEPALIVE = (
     ("grpc.keepalive_timeout_ms", 5000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),  # that a server lets pass
+)
+# the minimum is what one attempt to connect may take, on a busy host, too; it delays no retry
+_PATIENCE = (("grpc.min_reconnect_backoff_ms", 5000), *KEEPALIVE)
+# with a standby: also a leader that was stopped, whose kernel still acknowledges, is left within seconds
+_PATIENCE_WITH_LEADERS = (
+    ("grpc.min_reconnect_backoff_ms", 2500),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    *KEEPALIVE[2:],
 )
 # Calls fail at once between two attempts to connect, though the server may be back: retry soon, not after gRPC's usual
-# backoff of up to two minutes. The minimum is what one attempt may take, on a busy host, too; it delays no retry.
-_RECONNECT = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.max_reconnect_backoff_ms", 200),
-)
+# backoff of up to two minutes.
+_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200))
 _LARGE = (("grpc.max_receive_message_length", REPLY_BYTES),)
 _T = TypeVar("_T")
 
@@ -84,10 +91,18 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
 
 
 def open_channel(address: str, credentials: Credentials | None = None, apart: bool = False) -> grpc.Channel:
-    """Open a channel to the control plane at HOST:PORT; the caller closes it. Without credentials it takes those of
-    the environment. `apart`: on a connection of its own. Raises ConfigError."""
+    """Open a channel to the control plane at HOST:PORT, or to the one of several (A:PORT,B:PORT) that leads; the caller
+    closes it. Without credentials it takes those of the environment. `apart`: on a connection of its own. Raises
+    ConfigError."""
     credentials = of_environment() if credentials is None else credentials
-    options = (*KEEPALIVE, *_RECONNECT, *_LARGE, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
+    options = (*_RECONNECT, *_LARGE, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
+    if "," in address:
+        own = (*_PATIENCE_WITH_LEADERS, *options)
+        return cast(grpc.Channel, LeaderChannel(address, lambda one: _open(one, credentials, own)))
+    return _open(address, credentials, (*_PATIENCE, *options))
+
+
+def _open(address: str, credentials: Credentials, options: tuple[tuple[str, object], ...]) -> grpc.Channel:
     tls = credentials.channel()
     if tls is None:
         channel = grpc.insecure_channel(address, options=options)

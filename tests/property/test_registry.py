@@ -207,7 +207,7 @@ def test_of_several_base_models_that_start_at_once_one_is_kept(ledger, url):
         with pytest.raises(ServerUnavailableError, match="another base model"):
             ledger.take_handles()
     finally:
-        databases[0].check = lambda connection: None
+        databases[0].checks.clear()
         databases[0].write(lambda one: one.execute(delete(counters).where(counters.c.name.like("model %"))))
         for database in databases:
             database.close()

@@ -38,7 +38,7 @@ class ToldStore:
         port, coordinator = Port(RegionLayout.for_model(SPEC, 16, 2, "exact")), Independent()
         reports = ShardReports(SimpleNamespace(store=self.store), port, coordinator, None, self._report)
         self.tell_moved, self._controller = reports.moved, controller
-        self._commands = ShardCommands(0, port, self.store, coordinator, None, reports.moved, lambda: None)
+        self._commands = ShardCommands(False, port, self.store, coordinator, None, reports.moved, lambda: None)
         own = {"agreement": controller.agreement.digest(), "pool_bytes": self.store.tier.pool.capacity}
         registration = pb.Registration(shard=shard, instance=f"{shard}-{seed}", **own)
         self.handle = controller.arrivals.arrive(registration, [])

@@ -26,6 +26,7 @@ class Agreement:
     nvshmem_clients: int = 0
     slots: int = 4
     failover_ms: int = 1000  # matters with replicas alone
+    controllers: str = ""  # matters with a standby alone
     base_weights: str = ""  # fingerprint; empty where node 0 has none: no other node needs any
     generation: int = 1  # of the placement: the server's own count, which no node chooses
 
@@ -46,7 +47,9 @@ class Agreement:
         require_work(Placement(spec, layout))
         steps = (config.dtype, config.coordination, config.max_step_rows)
         ports = config.data_port_base
-        return cls(spec, layout, *steps, ports, config.wire, config.nvshmem_clients, config.slots, config.failover_ms)
+        controllers = str(config.controller) if config.has_standby else ""
+        own = config.nvshmem_clients, config.slots, config.failover_ms
+        return cls(spec, layout, *steps, ports, config.wire, *own, controllers=controllers)
 
     def digest(self) -> str:
         """Return a hash of the agreement, which shards show when they register."""
@@ -62,6 +65,8 @@ class Agreement:
             flags = (*flags, self.nvshmem_clients, self.slots)
         if self.layout.replicas > 1:
             flags = (*flags, self.layout.replicas, self.failover_ms)
+        if self.controllers:
+            flags = (*flags, self.controllers)
         parts = (self.spec.fingerprint(), *flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -73,6 +78,7 @@ class Agreement:
             f"data-port-base {self.data_port_base or 'not given'}"
             + (f", nvshmem-clients {self.nvshmem_clients}, slots {self.slots}" if self.nvshmem_clients else "")
             + (f", replicas {self.layout.replicas}, failover-ms {self.failover_ms}" if self.layout.replicas > 1 else "")
+            + (f", controller {self.controllers}" if self.controllers else "")
         )
 
 

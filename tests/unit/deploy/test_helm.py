@@ -106,7 +106,7 @@ def test_ports_agree_between_the_command_the_probes_the_service_and_the_policy(v
     named = {one["name"]: one["containerPort"] for one in container(leader)["ports"]}
     assert named == {"control": config.listen.port, "http": config.http.port}
     assert container(worker)["ports"] == [{"name": "http", "containerPort": config.http.port}]
-    assert load(flags(worker, 1, 2)).controller.port == config.listen.port
+    assert [one.port for one in load(flags(worker, 1, 2)).controller.addresses] == [config.listen.port]
     for pod in (leader, worker):
         for probe, path in (("startup", "livez"), ("liveness", "livez"), ("readiness", "readyz")):
             asked = container(pod)[f"{probe}Probe"]["httpGet"]

@@ -1,0 +1,229 @@
+"""A server with two controllers: one leads, the other stands by and takes over. On one host, with a real PostgreSQL."""
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+from sqlalchemy import text
+
+from client_connector.transformers import attach
+from lora_server import spec as specs
+from lora_server.demo.launch import free_address, launch
+from lora_server.errors import LoraServerError, NotLeaderError
+from lora_server.registry.database import Database
+from lora_server.registry.leadership import Leadership
+from lora_server.registry.versions import Ledger
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
+from tests.support.fleet import Fleet, now
+from tests.support.postgres import running_postgres
+from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, listed, stop, until
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    with running_postgres() as url:
+        yield url
+
+
+def server_status(address):
+    """Ask one controller, or the one of several that leads."""
+    with open_channel(address) as channel:
+        method = rpc.ServerStub(channel).Status
+        return call(method, pb.StatusRequest(), server=address, seconds=HANG_SECONDS)
+
+
+def ready(address):
+    try:
+        return server_status(address).ready
+    except LoraServerError:
+        return False
+
+
+class Pair:
+    """A node with a controller, and a second controller. `leader` and `standby` are as they were when last asked."""
+
+    def __init__(self, directory, load, url):
+        (directory / "token").write_text(TOKEN)
+        self.addresses = [free_address(), free_address()]
+        self.address = ",".join(self.addresses)
+        shared = "--controller", self.address, "--registry", url, "--join-token-file", str(directory / "token")
+        self.flags = flags(load, "--layout", "ep2-pp1", "--adapter-root", "/", *shared)
+        self.directory, self.all = directory, {}
+
+    def start(self, index):
+        """Start the node (0), or the standby (1); does not wait."""
+        own = ("--standby",) if index else ()
+        one = launch(self.directory / f"log{index}", *self.flags, "--listen", self.addresses[index], *own)
+        one.address = self.addresses[index]
+        self.all[index] = one
+        return one
+
+    def wait_settled(self):
+        """Wait until one controller has a complete server and the other stands by; return both."""
+
+        def roles():
+            both = [self.all[0], self.all[1]]
+            leader = next((one for one in both if one.get("/readyz")[0] == 200), None)
+            other = next((one for one in both if one is not leader), None)
+            return (leader, other) if leader and self.is_standby(other, leader) else None
+
+        found = []
+        until(lambda: found.append(roles()) or found[-1], "one leads and the other stands by")
+        return found[-1]
+
+    def is_standby(self, one, leader):
+        return one.get("/readyz") == (503, f"this controller stands by: {leader.address} leads\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for one in self.all.values():
+            assert stop(one) == 0
+
+
+@pytest.fixture(scope="module")
+def pair(postgres, load, tmp_path_factory):
+    """Both started at once."""
+    with Pair(tmp_path_factory.mktemp("pair"), load, postgres) as it:
+        it.start(1)
+        it.start(0)
+        it.wait_settled()
+        yield it
+
+
+def test_a_standby_refuses_calls_and_names_the_leader(pair):
+    leader, standby = pair.wait_settled()
+    with pytest.raises(NotLeaderError, match=f"{standby.address}.*stands by: {leader.address} leads"):
+        server_status(standby.address)
+    with pytest.raises(NotLeaderError):
+        ask(standby.address, "Add", name="x", uri="/x")
+    assert server_status(pair.address).pid == server_status(leader.address).pid
+    assert standby.get("/livez")[0] == 200
+
+
+def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
+    """Its node is stopped meanwhile, so that the standby leads. What was held is held."""
+    leader, standby = pair.wait_settled()
+    ask(pair.address, "Add", name="held", uri=str(load.paths["qv"]))
+    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+        fleet.all_right_again(now())
+        with attach(load.model, pair.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(["held"]):
+            before = server_status(pair.address)
+            os.kill(leader.process.pid, signal.SIGSTOP)
+            try:
+                os.kill(before.pid, signal.SIGKILL)
+                until(lambda: ready(standby.address), "the standby leads")
+            finally:
+                os.kill(leader.process.pid, signal.SIGCONT)
+            after = server_status(standby.address)
+            assert after.run == before.run and after.pid != before.pid
+            assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
+            assert {one.client for one in after.joined} >= {one.client for one in before.joined}
+            until(lambda: listed(pair.address)["held"].holders == 1, "the client said what it holds")
+            assert generates(load, "qv")
+            assert ask(pair.address, "Add", name="late", uri=str(load.paths["qv"])).name == "late"
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
+    assert pair.wait_settled() == (standby, leader)
+    assert {"held", "late"} <= set(listed(standby.address))
+    for name in ("held", "late"):
+        ask(pair.address, "Remove", name=name)
+
+
+@pytest.mark.long
+def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pair, load, tmp_path):
+    leader, standby = pair.wait_settled()
+    stopped = psutil.Process(server_status(pair.address).pid)
+    outcome = []
+
+    def add_late():
+        try:
+            outcome.append(ask(leader.address, "Add", name="stale", uri=str(load.paths["qv"])))
+        except LoraServerError as error:
+            outcome.append(error)
+
+    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+        fleet.all_right_again(now())
+        stopped.suspend()
+        late = threading.Thread(target=add_late)
+        try:
+            late.start()
+            until(lambda: ready(standby.address), "the standby leads")
+            fleet.all_right_again(now())
+            assert ask(pair.address, "Add", name="after", uri=str(load.paths["qv"])).name == "after"
+        finally:
+            stopped.resume()
+        all_gone([stopped])
+        late.join(HANG_SECONDS)
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
+    assert isinstance(outcome[0], LoraServerError)
+    assert pair.wait_settled() == (standby, leader)
+    assert "after" in listed(pair.address) and "stale" not in listed(pair.address)
+    ask(pair.address, "Remove", name="after")
+
+
+@pytest.mark.long
+def test_a_standby_that_starts_alone_leads_and_the_node_joins_it(postgres, load, tmp_path):
+    with Pair(tmp_path, load, postgres) as pair:
+        standby = pair.start(1)
+        until(lambda: standby.get("/readyz") == (503, "shards not up: [0, 1]\n"), "it leads, without shards")
+        node = pair.start(0)
+        assert pair.wait_settled() == (standby, node)
+
+
+# ---- the lock and the epoch
+
+
+@pytest.fixture
+def both(postgres):
+    """Two that may lead one server."""
+    found = [Leadership(Database(postgres), f"server of {os.getpid()}", name, seconds=3.0) for name in ("a", "b")]
+    yield found
+    for one in found:
+        one.close()
+        one.database.close()
+
+
+def test_one_of_two_leads_until_its_session_ends(both):
+    first, second = both
+    assert first.attempt() and not second.attempt()
+    assert second.leader == (first.epoch, "a")
+    first.close()
+    assert second.attempt() and second.epoch == first.epoch + 1
+
+
+def test_a_write_of_an_earlier_epoch_changes_nothing(both, load):
+    first, second = both
+    assert first.attempt()
+    model = specs.load(str(load.base)).to_json()
+    ledger = Ledger(first.database, model)
+    end = text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE objid::bigint = :low AND locktype = 'advisory'")
+    second.database.read(lambda connection: connection.execute(end, {"low": first.key & 0xFFFFFFFF}))
+    until(second.attempt, "its session has ended, and it does not know")
+    with pytest.raises(NotLeaderError, match=r"controller a leads no longer: b does since epoch .*nothing was changed"):
+        ledger.take_handles()
+    assert Ledger(second.database, model).take_handles()
+    assert first.keep(threading.Event(), str) == "b", "it learns that it does not lead"
+
+
+def test_a_leader_takes_its_lock_again_when_the_database_ended_its_session(both):
+    first, second = both
+    assert first.attempt()
+    first.close()
+    stopping = threading.Event()
+    keeping = threading.Thread(target=first.keep, args=(stopping, str))
+    keeping.start()
+    try:
+        until(lambda: first.has_lock, "it has the lock again")
+        assert not second.attempt() and second.leader == (first.epoch, "a")
+    finally:
+        stopping.set()
+        keeping.join(HANG_SECONDS)
