@@ -6,7 +6,7 @@ in S segments; M rows; P pairs (row, expert), which are its entries where each r
 
 A message is what one shard gets in one push. Rows that no adapter touches never leave the engine;
 gate_up rows travel once per shard however many of its experts they meet; `down` comes back summed
-per token. Chunks are cut at tokens, so that everything of a token on a shard travels together.
+per token. Chunks are cut at rows, so that everything of a row on a shard travels together, and each row once.
 """
 
 from __future__ import annotations
@@ -173,16 +173,34 @@ def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor
 
 def _route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor) -> list[Message]:
     messages = []
-    for first in range(0, len(rows_R), max_entries):
-        rows = rows_R[first : first + max_entries]
-        handles, counts = torch.unique_consecutive(batch.handles_R[first : first + max_entries], return_counts=True)
+    for part in _parts(batch, max_entries):
+        rows = rows_R[part]
+        handles, counts = torch.unique_consecutive(batch.handles_R[part], return_counts=True)
         segments = _segments(handles, 0, counts)
         if batch.weights_R is None:
             messages.append(Message(shard, segments, rows, None, rows))
         else:
-            weights = batch.weights_R[first : first + max_entries]
-            messages.append(_weighted(shard, segments, rows, rows, weights))
+            messages.append(_weighted(shard, segments, rows, rows, batch.weights_R[part]))
     return messages
+
+
+def _parts(batch: Batch, most: int) -> list[slice] | list[torch.Tensor]:
+    """Cut a batch into parts of at most `most` row segments, each in the batch's order.
+
+    The segments of a row are in one part, unless there are more than `most`: then the row travels several times.
+    """
+    num = len(batch.rows_R)
+    if batch.weights_R is None or num <= most:
+        return [slice(first, first + most) for first in range(0, num, most)]
+    rows_R, order_R = torch.sort(batch.rows_R, stable=True)
+    ends = np.append(np.flatnonzero(np.diff(rows_R.numpy())) + 1, num)  # of the rows
+    parts, first = [], 0
+    while first < num:
+        fitting = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, first + most, "right")]
+        end = int(fitting[-1]) if len(fitting) else first + most
+        parts.append(order_R[first:end].sort().values)
+        first = end
+    return parts
 
 
 def _weighted(
@@ -206,8 +224,10 @@ def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor
     kept_F = torch.nonzero(expert_F < num_experts).squeeze(1)
     expert_F, row_F = expert_F[kept_F], row_F[kept_F]
     pair_F = (batch.rows_R[:, None] * top_k + torch.arange(top_k)).reshape(-1)[kept_F]
-    chunk_F = row_F // max(1, max_entries // top_k)
-    group_F = owners_E[expert_F] * (int(chunk_F.max()) + 1 if len(chunk_F) else 1) + chunk_F
+    parts, chunk_R = _parts(batch, max(1, max_entries // top_k)), torch.empty(num_rows, dtype=torch.int64)
+    for chunk, part in enumerate(parts):
+        chunk_R[part] = chunk
+    group_F = owners_E[expert_F] * len(parts) + chunk_R[row_F]
     # rows are sorted by handle, so sorting by (group, handle, expert) keeps rows in order within a segment
     handles, rank_R = torch.unique_consecutive(batch.handles_R, return_inverse=True)
     key_F = (group_F * len(handles) + rank_R[row_F]) * num_experts + expert_F

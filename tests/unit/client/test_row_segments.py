@@ -2,6 +2,7 @@
 with other rows than the pass."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def wanted(kind, row, x, site, expert=0):
     return sum(parts, torch.zeros(workload(kind).spec.out_width(site), dtype=torch.float64))
 
 
-# chunks of 3 entries part the segments of one row; the third routes on the device whatever it can
+# chunks of 3 entries part the segments of a row where they are more; the third routes on the device whatever it can
 @pytest.fixture(scope="module", params=["whole", "chunks", pytest.param("device", marks=needs_emulator)])
 def servers(request, tmp_path_factory):
     """A server by kind of model."""
@@ -179,6 +180,18 @@ def test_a_row_is_sent_once_for_all_its_segments():
         (message,) = messages
         assert len(message.rows_M) == len(message.pairs_P) == ROWS
         assert len(message.map_N) == len(message.pair_N) == 2 * ROWS
+
+
+@pytest.mark.parametrize("most", [2, 3, 8])
+def test_a_batch_is_cut_between_rows_so_that_each_travels_once(most):
+    """Four rows of the base model, whose one segment is `b`, and five of `a`, which have both."""
+    (cold, hot), experts_T1 = HELD, torch.zeros(ROWS, 1, dtype=torch.int64)
+    batch = Batch.of([Run(((hot, -1.0),), 0, 4), Run(((cold, 1.0), (hot, -1.0)), 4, 5)], decode=False)
+    for messages in (route_dense(batch, 0, most), route_experts(batch, experts_T1, experts_T1[0], most)):
+        assert sorted(torch.cat([one.rows_M for one in messages]).tolist()) == list(range(ROWS))
+        entries = [len(one.map_N) for one in messages]
+        assert sum(entries) == 4 + 2 * 5 and max(entries) <= most
+        assert all(pair[0] + pair[1] > most - 1 for pair in itertools.pairwise(entries)), "no message for a row or two"
 
 
 def test_dense_sites_with_one_owner_share_their_messages():
