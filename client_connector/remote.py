@@ -65,6 +65,7 @@ class RemoteServer(Server):
         credentials: Credentials | None = None,
         timings: Timings = DEFAULTS,
         slo_class: str = "",
+        merged: str = "",
     ) -> None:
         """Describe a server; `join` connects. Without `links` a session holds adapters, but cannot push steps.
 
@@ -72,10 +73,12 @@ class RemoteServer(Server):
         `wire`: one of connect.WIRES, that the server must have.
         `served_names`: the engine's names of its base model; the server refuses adapters of such a name.
         `slo_class`: one of the server's --classes, for this engine's requests and steps.
+        `merged`: the adapter version in the engine's base weights, which no drain takes from a session that holds it.
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
-        self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
-        self.timings, self.slo_class = timings, slo_class
+        self.wire, self.credentials, self.timings = check_wire(wire), credentials, timings
+        names = [name for name in served_names if bounds.fits(name)]  # no adapter can have another
+        self.joins = pb.JoinRequest(served_names=names, slo_class=slo_class, pushes=links, merged=merged)
         self.waits = WaitHistograms()  # of requests of which no heartbeat has told the server
         telemetry.configure_from(os.environ, "lora-connector")
 
@@ -113,9 +116,8 @@ class RemoteSession(Session):
         self._tickets = itertools.count(1)
         self._left = threading.Event()
         self.links: list[Link] = []
-        instance = f"{socket.gethostname()}:{os.getpid()}"
-        names = [name for name in server.served_names if bounds.fits(name)]  # no adapter can have another
-        request = pb.JoinRequest(instance=instance, served_names=names, slo_class=server.slo_class, pushes=server.links)
+        request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
+        request.MergeFrom(server.joins)
         try:
             if server.in_world:
                 request.place.CopyFrom(place_in_world(server.device))

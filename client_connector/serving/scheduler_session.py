@@ -44,6 +44,7 @@ class SchedulerSession:
             wire=settings.wire,
             timings=settings.timings,
             slo_class=settings.slo_class,
+            merged="" if record is None else record.version,
         )
         self._calls = threading.RLock()  # one call of `ask`, `check` or `close` at a time
         self.current: RemoteSession = self._server.join(settings.timeout_seconds)

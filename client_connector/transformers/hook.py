@@ -108,15 +108,23 @@ class Attachment:
         self._model = model
         device = str(next(model.parameters()).device)
         shown = Credentials.of(os.environ, token)
+        record = find_merged(model.name_or_path) if model.name_or_path else None
         joinable = server
         if isinstance(server, str):
-            joinable = RemoteServer(server, transport, device=device, wire=wire, credentials=shown, slo_class=slo_class)
+            joinable = RemoteServer(
+                server,
+                transport,
+                device=device,
+                wire=wire,
+                credentials=shown,
+                slo_class=slo_class,
+                merged="" if record is None else record.version,
+            )
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:
             self._forward = ForwardPass(self.client)
             check_geometry(model.config.to_dict(), self.client.terms.spec)
-            record = find_merged(model.name_or_path) if model.name_or_path else None
             if record is not None:
                 self._merged = MergedHold(self.client, record)
             self._install()

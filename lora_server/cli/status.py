@@ -66,6 +66,9 @@ def show(reply: pb.StatusReply, console: Console) -> None:
         terminal.say(console, f"{row.name}: {count(row.requests)} requests wait for it, {left}", "loading")
     for one in reply.draining:
         holders = f"held by client {', '.join(map(str, one.clients[:MOST_NAMES]))}"
+        if one.merged_in:
+            merged_in = ", ".join(map(str, one.merged_in[:MOST_NAMES]))
+            holders += f", in the base weights of client {merged_in}, which keeps it until its restart on a new merge"
         now = f"{one.serves[:12]} serves" if one.serves else "it was removed"
         terminal.say(console, f"{one.name} {one.version[:12]}: {holders}; {now}", "draining")
     for each in reply.slo_classes:

@@ -62,10 +62,11 @@ class Clients:
         asked: pb.Place | None = None,
         slo: EngineClass = NO_ENGINE_CLASS,
         pushes: bool = False,
+        merged: str = "",
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """Grant a lease, with the place in NVSHMEM's world that is asked for; return it once every shard knows of it.
 
-        `pushes`: it will push steps.
+        `pushes`: it will push steps. `merged`: the adapter version in its base weights.
 
         Raises ServerUnavailableError while a shard is not up, WorldError.
         """
@@ -73,11 +74,12 @@ class Clients:
             raise ServerUnavailableError(self.refused)
         self._shards.require_up()
         self._start.require_settled()
-        lease = self.leases.grant(instance, served_names, tenant, token, slo.name)
+        lease = self.leases.grant(instance, served_names, tenant, token, slo.name, merged)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         grant.served_names.extend(served_names)
         grant.tenant, grant.token, grant.weight = tenant, token, weight
         grant.generation, grant.slo_class, grant.step_us = self._shards.generation, *slo
+        grant.merged = merged
         try:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)

@@ -195,18 +195,20 @@ class AdapterVersion(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uri: _Optional[str] = ..., added: _Optional[float] = ..., listed: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("instance", "served_names", "place", "slo_class", "pushes")
+    __slots__ = ("instance", "served_names", "place", "slo_class", "pushes", "merged")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
     instance: str
     served_names: _containers.RepeatedScalarFieldContainer[str]
     place: Place
     slo_class: str
     pushes: bool
-    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., slo_class: _Optional[str] = ..., pushes: bool = ...) -> None: ...
+    merged: str
+    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., slo_class: _Optional[str] = ..., pushes: bool = ..., merged: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire", "place", "generation", "slo_class", "base_weights", "replicas", "replica", "failover_us")
@@ -589,16 +591,18 @@ class StatusReply(_message.Message):
     def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class DrainingStatus(_message.Message):
-    __slots__ = ("name", "version", "clients", "serves")
+    __slots__ = ("name", "version", "clients", "serves", "merged_in")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     SERVES_FIELD_NUMBER: _ClassVar[int]
+    MERGED_IN_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     clients: _containers.RepeatedScalarFieldContainer[int]
     serves: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., clients: _Optional[_Iterable[int]] = ..., serves: _Optional[str] = ...) -> None: ...
+    merged_in: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., clients: _Optional[_Iterable[int]] = ..., serves: _Optional[str] = ..., merged_in: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadingStatus(_message.Message):
     __slots__ = ("name", "requests", "expected_us")
@@ -895,7 +899,7 @@ class ControllerChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation", "slo_class", "step_us")
+    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation", "slo_class", "step_us", "merged")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -908,6 +912,7 @@ class Grant(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -920,7 +925,8 @@ class Grant(_message.Message):
     generation: int
     slo_class: str
     step_us: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., step_us: _Optional[int] = ...) -> None: ...
+    merged: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., step_us: _Optional[int] = ..., merged: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent")

@@ -7,13 +7,48 @@ from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate, load_model
 from lora_server.demo.launch import running_server
-from lora_server.errors import LoraServerError, UnknownAdapterError
+from lora_server.errors import GeometryMismatchError, LoraServerError, UnknownAdapterError
 from lora_server.merge import Merge
-from lora_server.merged import MERGED
+from lora_server.merge.checkpoint import base_weights
+from lora_server.merged import MERGED, find_merged
 from tests.support.serving import cli, flags, status, until
 from tests.support.workload import NEW_TOKENS
 
 HOT = "fused"
+
+
+def test_weights_that_another_base_model_was_merged_into_are_refused(load, tmp_path):
+    """They have the same sizes: the server knows its base model by the fingerprint of its weights."""
+    tiny.save_model(tiny.make_model(load.kind, seed=1), tmp_path / "base")
+    adapter, version = validate_adapter(load.paths[HOT], load.spec)
+    with adapter:
+        record = Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    model = load_model(tmp_path / "out")
+    with running_server(tmp_path / "log", flags(load, "--adapter-root", "/")) as server:
+        expected = (
+            f"merged into weights {record.base_weights}, and the server's .* and weights {base_weights(load.base)}"
+        )
+        with pytest.raises(GeometryMismatchError, match=expected):
+            attach(model, server=server.address)
+        assert not status(server.address).joined, "it left"
+        check_merges_by_name(load, server.address, tmp_path)
+
+
+def check_merges_by_name(load, address, tmp_path):
+    """The command takes an adapter's files and version from the server, unless the files are others by now."""
+
+    def merge(name):
+        asked = ("merge", "--base-model", str(load.base), "--adapter", name, "--out", str(tmp_path / f"+{name}"))
+        return cli(*asked, "--server", address)
+
+    tiny.make_adapter(load.model, tmp_path / "law", seed=7, lora_rank=2, targets="qv")
+    assert cli("adapters", "add", "law", str(tmp_path / "law"), "--server", address).returncode == 0
+    assert merge("law").returncode == 0
+    with attach(load_model(tmp_path / "+law"), server=address) as lora, lora.adapters(["law"]):
+        assert (find_merged(tmp_path / "+law").name, lora.client.lost()) == ("law", None)
+    tiny.make_adapter(load.model, tmp_path / "law", seed=8, lora_rank=2, targets="qv")
+    assert "its files were changed" in merge("law").stderr
+    assert "adapter 'none'" in merge("none").stderr
 
 
 def test_hot_requests_need_no_server_and_an_update_makes_the_merged_version_a_cold_one(load, tmp_path):
@@ -46,13 +81,17 @@ def test_hot_requests_need_no_server_and_an_update_makes_the_merged_version_a_co
         assert tokens(lora, None) == expected(None)
 
     with running_server(tmp_path / "log2", kept) as server, attach(model, server=server.address) as lora:
-        updated = cli("adapters", "update", HOT, str(tmp_path / "new"), "--server", server.address)
-        assert updated.returncode == 0, updated.stderr
+        with attach(load.model, server=server.address) as other, other.adapters([HOT]):
+            new = ("adapters", "update", HOT, str(tmp_path / "new"), "--seconds", "0")
+            updated = cli(*new, "--server", server.address)
+            assert updated.returncode == 0, updated.stderr
+            until(lambda: list(status(server.address).draining[0].clients) == [1], "it is taken from the other engine")
         check_all(lora)
         shown = " ".join(cli("status", "--server", server.address).stdout.split())
         (draining,) = status(server.address).draining
         assert draining.version == version != draining.serves
-        assert f"draining: {HOT} {version[:12]}: held by client 1; {draining.serves[:12]} serves" in shown
+        held = "held by client 1, in the base weights of client 1, which keeps it until its restart on a new merge"
+        assert f"draining: {HOT} {version[:12]}: {held}; {draining.serves[:12]} serves" in shown
     with running_server(tmp_path / "log3", kept) as server:
         with attach(model, server=server.address) as lora:
             check_all(lora)

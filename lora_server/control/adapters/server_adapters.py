@@ -70,7 +70,7 @@ class ServerAdapters(NamedTuple):
         spec, events = agreement.spec, events or EventLog(clock)
         catalog = AdapterCatalog(start, leases, CatalogLedger(ledger))
         sync = ShardSync(shards, catalog, start, agreement.placement, events)
-        admission = AdmissionService(catalog, sync, most_active, timings, clock, classes, events)
+        admission = AdmissionService(catalog, sync, most_active, timings, clock, classes, events, leases.merged_in)
         files = AdapterFiles(spec, catalog, fetcher, copies)
         failures = UpdateFailures(ledger.attempts if ledger is not None else None)
         changes = CatalogChanges(catalog, sync, admission, failures, timings, clock, events)

@@ -7,4 +7,5 @@ margin     the time that one may wait       classes    SLO classes of tickets
 holds      which client holds what          capacity   the places in the shards' pools
 tally      how often adapters are held       loading    what admitted tickets wait for: their weights
 names      which names clients hold          updates    what shards are told of holds
+cut_offs   deadlines of what drains
 """

@@ -173,9 +173,9 @@ class AdmissionQueue:
         else:
             self.updates.flush()  # others hold all of them still, so nothing has changed for those that wait
 
-    def revoke(self, handle: int) -> list[int]:
-        """Release an adapter for all clients that hold it; return these."""
-        holders = self.holds.by_client(handle)
+    def revoke(self, handle: int, keepers: Collection[int] = ()) -> list[int]:
+        """Release an adapter for all clients that hold it, except for `keepers`; return these."""
+        holders = {client: times for client, times in self.holds.by_client(handle).items() if client not in keepers}
         for client, times in holders.items():
             self._release(client, [handle] * times)
         if holders:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.records import Record, split_version
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.classes import AdmissionClasses
+from lora_server.control.admission.cut_offs import CutOffs, MergedIn
 from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.names import NamesInUse
@@ -62,8 +62,9 @@ class AdmissionService:
         clock: Clock = SYSTEM,
         classes: SloClasses = NO_CLASSES,
         events: EventLog | None = None,
+        merged_in: MergedIn = lambda version: (),
     ) -> None:
-        """`most_active`: see PoolCapacity."""
+        """`most_active`: see PoolCapacity; `merged_in`: see CutOffs."""
         self.classes = AdmissionClasses(classes, catalog.find)
         self._catalog, self._sync, self._clock = catalog, sync, clock
         self.tally = Tally(partial(name_of, catalog), clock.now)
@@ -89,7 +90,7 @@ class AdmissionService:
             loads=TicketLoads(sync.residency.seconds_left, timings.loading),
             counters=AdmissionCounters(events or EventLog(clock)),
         )
-        self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
+        self.cut_offs = CutOffs(self.holds, clock, merged_in)
 
     # -- clients
 
@@ -225,16 +226,15 @@ class AdmissionService:
         """Set when draining adapters are taken from their clients, by handle, in seconds since 1970. The first
         deadline of a handle stays."""
         with self._changed:
-            since_1970 = self._clock.time() - self._clock.now()
-            for handle in deadlines.keys() & self._catalog.marks()[1]:
-                self._cut_off.setdefault(handle, deadlines[handle] - since_1970)
+            self.cut_offs.begin(deadlines, self._catalog.marks()[1])
 
     def cut_off(self) -> None:
-        """Take adapters that drain for too long from their clients. To be called about once a second."""
+        """Take adapters that drain for too long from their clients, but not from those that keep them (see CutOffs).
+        To be called about once a second."""
         with self._changed:
-            over = [handle for handle, until in self._cut_off.items() if until <= self._clock.now()]
+            over = self.cut_offs.over()
             for handle in over:
-                if cut := self.queue.revoke(handle):
+                if cut := self.queue.revoke(handle, self._keepers(handle)):
                     log.warning(
                         "adapter taken from clients", name=name_of(self._catalog, handle), handle=handle, clients=cut
                     )
@@ -251,15 +251,20 @@ class AdmissionService:
                 self.queue.admit()
             self._changed.notify_all()
             unknown, awaited = self.holds.any_unknown(), self._awaited() if draining else ()
+            over = set(self.cut_offs.over())
             for handle in draining:
                 held = unknown or self.holds.by_client(handle) or handle in awaited
-                if not held or self._cut_off.get(handle, math.inf) <= self._clock.now():
-                    self._cut_off.pop(handle, None)
+                if not (self._keepers(handle) if handle in over else held):
+                    self.cut_offs.forget(handle)
                     self.queue.updates.flush(now=True)  # no shard drops what it is told of afterwards
                     self._catalog.remove(handle)
                     self.queue.capacity.forget(handle)
                     self._sync.drop(handle)
                     self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
+
+    def _keepers(self, handle: int) -> set[int]:
+        record = self._catalog.by_handle(handle)
+        return set() if record is None else self.cut_offs.keepers(handle, record.version)
 
     def _awaited(self) -> set[int]:
         """Return the versions that tickets wait for by NAME@DIGEST."""

@@ -30,6 +30,7 @@ class ClientLease:
     tenant: str = ""  # empty: the operator's client
     token: str = ""  # the id of what it joined with
     slo_class: str = ""
+    merged: str = ""  # the adapter version in its base weights
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     grant: pb.Grant | None = None  # as shards were sent it
     replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
@@ -59,6 +60,7 @@ class Leases:
         tenant: str = "",
         token: str = "",
         slo_class: str = "",
+        merged: str = "",
     ) -> ClientLease:
         """Grant a lease to a new client. Raises LimitError."""
         with self._lock:
@@ -72,8 +74,8 @@ class Leases:
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
             key = secrets.token_bytes(32)
-            names = tuple(served_names)
-            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), names, tenant, token, slo_class)
+            whose = tuple(served_names), tenant, token, slo_class, merged
+            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), *whose)
             self._leases[client] = lease
             return lease
 
@@ -84,7 +86,7 @@ class Leases:
             self._next_client = max(self._next_client, client + 1)
             if client in self._leases:
                 return False
-            whose = grant.tenant, grant.token, grant.slo_class
+            whose = grant.tenant, grant.token, grant.slo_class, grant.merged
             lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names, *whose)
             lease.grant = grant
             self._leases[client] = lease
@@ -95,6 +97,11 @@ class Leases:
         with self._lock:
             taken = [one.replica for one in self._leases.values()]
             lease.replica = min(range(replicas), key=taken.count)
+
+    def merged_in(self, version: str) -> set[int]:
+        """Return the clients whose base weights contain an adapter version."""
+        with self._lock:
+            return {lease.client for lease in self._leases.values() if lease.merged == version}
 
     def serving(self, name: str, tenant: str = "") -> str | None:
         """Return the instance of a client with a base model of this name, of this tenant or the operator; None if there

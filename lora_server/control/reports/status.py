@@ -65,6 +65,7 @@ def _loading(controller: Controller) -> list[pb.LoadingStatus]:
 
 def _draining(controller: Controller) -> list[pb.DrainingStatus]:
     catalog, holds = controller.adapters.catalog, controller.adapters.admission.holds
+    leases = controller.clients.leases
     rows: list[pb.DrainingStatus] = []
     for handle in catalog.marks()[1]:
         record, clients = catalog.by_handle(handle), sorted(holds.by_client(handle))
@@ -72,6 +73,7 @@ def _draining(controller: Controller) -> list[pb.DrainingStatus]:
             serves = catalog.find(record.name)
             row = pb.DrainingStatus(name=record.name, version=record.version, clients=clients[:MOST_DRAINING])
             row.serves = "" if serves is None else serves.version
+            row.merged_in.extend(sorted(leases.merged_in(record.version).intersection(clients))[:MOST_DRAINING])
             rows.append(row)
     return rows
 

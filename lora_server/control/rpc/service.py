@@ -126,7 +126,9 @@ class ClientsService:
                 "world can write to every other's memory; attach with transport='tcp'"
             )
         whose = who.tenant, who.token, tenant.weight
-        lease, live = self._clients.join(request.instance, request.served_names, *whose, asked, slo, request.pushes)
+        lease, live = self._clients.join(
+            request.instance, request.served_names, *whose, asked, slo, request.pushes, request.merged
+        )
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
         catalog = self._controller.adapters.catalog

@@ -263,6 +263,30 @@ def test_a_deadline_outlives_the_controller(server, came, goes):
     until(lambda: len(server.shard.memory.loads) == len(states(server)) == (goes is update), "shards drop it", SECONDS)
 
 
+@pytest.mark.parametrize("goes", [remove, update])
+def test_an_engine_keeps_the_version_in_its_weights_past_the_deadline_and_the_controller(server, goes):
+    add(server)
+    record = server.adapters.listings.get("law").record
+    joined = [server.controller.clients.join(name, merged=its)[0] for name, its in (("m", record.version), ("e", ""))]
+    engine, other = (lease.client for lease in joined)
+
+    def holders():
+        server.adapters.admission.cut_off()
+        return list(server.adapters.admission.holds.by_client(record.handle))
+
+    for client in (engine, other):
+        server.adapters.admission.acquire(client, ["law"])
+    goes(server, 0.0)
+    assert holders() == [engine]
+    server.kill()
+    assert holders() == [] and "draining" in states(server).values(), "the engine has not said what it holds"
+    for client in (other, engine):
+        server.adapters.admission.restore(client, [record.handle])
+    assert holders() == [engine]
+    server.controller.clients.end(engine, joined[0].epoch)
+    assert "draining" not in states(server).values(), "it went with the engine"
+
+
 def test_a_hold_is_not_cut_off_before_its_deadline(server):
     client, handles = hold(server)
     server.adapters.rollout.remove("law", LONG)
