@@ -184,7 +184,7 @@ def _route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tenso
     return messages
 
 
-def _parts(batch: Batch, most: int) -> list[slice] | list[torch.Tensor]:
+def _parts(batch: Batch, most: int) -> list[slice | torch.Tensor]:
     """Cut a batch into parts of at most `most` row segments, each in the batch's order.
 
     The segments of a row are in one part, unless there are more than `most`: then the row travels several times.
@@ -194,7 +194,8 @@ def _parts(batch: Batch, most: int) -> list[slice] | list[torch.Tensor]:
         return [slice(first, first + most) for first in range(0, num, most)]
     rows_R, order_R = torch.sort(batch.rows_R, stable=True)
     ends = np.append(np.flatnonzero(np.diff(rows_R.numpy())) + 1, num)  # of the rows
-    parts, first = [], 0
+    parts: list[slice | torch.Tensor] = []
+    first = 0
     while first < num:
         fitting = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, first + most, "right")]
         end = int(fitting[-1]) if len(fitting) else first + most

@@ -88,20 +88,27 @@ class Layer:
         return [one.to("cpu", copy=True) for one in (self.qkv, self.up, self.down)]
 
 
-def begin(forward: PlannedPass, names: Names, rows: int) -> None:
-    """A pass of one request per name, with as many rows each; None is the base model's. Adapters are held anew."""
-    wanted = sorted({name for name in names if name is not None})
+def begin(forward: PlannedPass, names: Names, rows: int, merged: str | None = None) -> None:
+    """A pass of one request per name, with as many rows each; None is the base model's. Adapters are held anew.
+
+    `merged`: the adapter in the base weights, of which rows need nothing.
+    """
+    wanted = sorted({name for name in (*names, merged) if name is not None})
     held = {one.name: one for one in forward.client.acquire(wanted)} if wanted else {}
-    assigned = {f"{i}": Assigned(held[name].handle, 0) for i, name in enumerate(names) if name is not None}
-    forward.receive(StepPlan(forward.client.terms.server, assigned, tuple(held.values())))
+    needing = {f"{i}": name or merged for i, name in enumerate(names) if name != merged}
+    assigned = {i: Assigned(held[name].handle, 0, name == merged) for i, name in needing.items() if name is not None}
+    in_weights = 0 if merged is None else held[merged].handle
+    forward.receive(StepPlan(forward.client.terms.server, assigned, tuple(held.values()), merged=in_weights))
     count = rows // max(1, len(names))
     forward.begin([f"{i}" for i in range(len(names))], [count] * len(names), [0] * len(names))
 
 
-def answers(layer: Layer, names: Names, seed: int, play: Callable[[], None]) -> list[torch.Tensor]:
-    """Run one pass and return its results. Raises RuntimeError if it failed."""
+def answers(
+    layer: Layer, names: Names, seed: int, play: Callable[[], None], merged: str | None = None
+) -> list[torch.Tensor]:
+    """Run one pass and return its results; see `begin`. Raises RuntimeError if it failed."""
     layer.feed(seed)
-    begin(layer.forward, names, len(layer.x))
+    begin(layer.forward, names, len(layer.x), merged)
     play()
     failures = layer.forward.end()
     if failures:

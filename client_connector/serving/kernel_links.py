@@ -22,9 +22,9 @@ from lora_server.wire.terms import Terms
 class KernelLinks:
     """A captured link to each shard. Graphs keep their addresses, so a rejoined session must take the links over."""
 
-    def __init__(self, client: Client, live: torch.Tensor, max_rows: int) -> None:
+    def __init__(self, client: Client, live: torch.Tensor, max_rows: int, halves: int = 1) -> None:
         """Capture the links of a client's session. `live`: int32 [1], whether the pass has a row with an adapter;
-        max_rows: rows of an engine's step.
+        max_rows: rows of an engine's step; halves: how often each of them is sent.
 
         Raises ConfigError.
         """
@@ -35,7 +35,8 @@ class KernelLinks:
         self._most_pairs = min(max_rows * top_k, MAX_PAIRS)  # a message never has more
         self.pairs = min(self.terms.max_step_rows, self._most_pairs)  # in one message
         self.captured = [Captured(link) for link in links]
-        self.depth = min(_depth_of(links), -(-max_rows // (self.pairs // top_k)))  # chunks sent at the same time
+        chunks = halves * -(-max_rows // (self.pairs // top_k))
+        self.depth = min(_depth_of(links), chunks)  # those sent at the same time
         # in leader mode: the pass failed on a stage, see client.cuh
         self._failed = torch.zeros(self.terms.layout.pp, dtype=torch.int64, device=self.device)
         for shard, link in enumerate(links if self.is_led else ()):

@@ -8,6 +8,8 @@ each link.
     failures = forward.end()                 once per pass: what the state blocks say
 
 A graph is captured in `rehearse`, without rows of adapters: nothing is sent. A replayed one sends what the tables say.
+Over base weights that contain an adapter each site has two halves: x through the rows' own adapters, and -x, which is
+minus the delta, through the merged one.
 Shapes: T rows of the engine's step, k experts each; a chunk is as many of them as fit a message in any routing.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import structlog
@@ -73,15 +76,24 @@ class KernelSites(SiteSteps):
     """Launches per site, over links of transport gpu or nvshmem."""
 
     def __init__(
-        self, client: Client, failures: PassFailures, *, dtype: torch.dtype, max_rows: int, max_adapters: int
+        self,
+        client: Client,
+        failures: PassFailures,
+        *,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_adapters: int,
+        merged: bool = False,
     ) -> None:
-        """max_rows: of an engine's step, padding included; max_adapters: in one. Raises ConfigError."""
+        """max_rows: of an engine's step, padding included; max_adapters: in one; merged: another one is in the base
+        weights. Raises ConfigError."""
+        max_adapters += merged
         check_launches(client.terms, dtype, max_adapters)
         device = kernel_links(client)[0].device
         self._failures, self._dtype = failures, dtype
-        self._tables = StepTables(list(client.terms.spec.sites()), max_rows, max_adapters, device)
+        self._tables = StepTables(list(client.terms.spec.sites()), max_rows, max_adapters, device, merged)
         self._expert_T1 = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)  # of a dense site
-        self.links = KernelLinks(client, self._tables.live, max_rows)
+        self.links = KernelLinks(client, self._tables.live, max_rows, 1 + merged)
         rows, max_step_rows = max_adapters * client.terms.spec.top_k, client.terms.max_step_rows
         if rows > self.links.pairs == max_step_rows:
             log.warning(
@@ -202,24 +214,28 @@ class KernelSites(SiteSteps):
         (rows, top_k), by_entry = experts_Tk.shape, weights_Tk is not None
         x, per_row = x if x.stride(1) == 1 else x.contiguous(), top_k if by_entry else 1
         owners, size = [*owners, *links.others(site, owners)], max(1, links.pairs // top_k)
+        adapters_HT, directory = self._tables.adapters_at(pass_rows_T), self._tables.directory(site)
+        halves = [(x, adapters_HT[0]), *((-x, subtracted_T) for subtracted_T in adapters_HT[1:])]
         captured = [
             [(self._captured.get(site, shard, x, by_entry, window, one), among) for shard, among in owners]
-            for one in range(min(links.depth, -(-rows // size)))
+            for one in range(min(links.depth, len(halves) * -(-rows // size)))
         ]
         if self._rehearsal is False:
             return None  # what a later capture needs is there
-        adapters_T, directory = self._tables.adapters_at(pass_rows_T), self._tables.directory(site)
         num_experts = spec.experts if owners[0][1] is not None else 1
-        chunks = []
-        for index, first in enumerate(range(0, rows, size)):
+        chunks: list[ChunkLaunch] = []
+        for (sent, adapters_T), first in product(halves, range(0, rows, size)):
             part = slice(first, min(first + size, rows))
-            x_part, weights = x[first * per_row : part.stop * per_row], None if weights_Tk is None else weights_Tk[part]
+            x_part, weights = (
+                sent[first * per_row : part.stop * per_row],
+                None if weights_Tk is None else weights_Tk[part],
+            )
             on = [
                 (its.of(x_part), Choice(experts_Tk[part], weights, adapters_T[part], directory, num_experts, among))
-                for its, among in captured[index % links.depth]
+                for its, among in captured[len(chunks) % links.depth]
             ]
             chunks.append(ChunkLaunch(first, part.stop - first, on))
-        step = Launched(chunks, top_k, links.depth)
+        step = Launched(chunks, top_k, links.depth, len(halves) > 1)
         step.put()
         return step
 
@@ -237,12 +253,15 @@ class LaunchedPass(PlannedPass):
         dtype: torch.dtype,
         max_rows: int,
         max_adapters: int,
+        merged: bool = False,
         outage_seconds: float = Timings.outage_step,
     ) -> None:
         """See KernelSites."""
 
         def make(client: Client, failures: PassFailures) -> KernelSites:
-            return KernelSites(client, failures, dtype=dtype, max_rows=max_rows, max_adapters=max_adapters)
+            return KernelSites(
+                client, failures, dtype=dtype, max_rows=max_rows, max_adapters=max_adapters, merged=merged
+            )
 
         super().__init__(client, ready, outage_seconds, make)
 

@@ -43,6 +43,7 @@ class Launched(Started):
     chunks: list[ChunkLaunch]
     top_k: int
     depth: int
+    summed: bool = False  # several chunks have a row's deltas: sum these before they are added, which rounds them less
 
     def put(self) -> None:
         """Put the first chunks, in parallel to the engine's next work."""
@@ -51,6 +52,15 @@ class Launched(Started):
 
     def add(self, parts: Sequence[Part], per_entry: bool) -> None:
         """See SiteSteps.add."""
+        if self.summed:
+            sums = [(torch.zeros_like(y, memory_format=torch.contiguous_format), begin) for y, begin in parts]
+            self._add(sums, per_entry)
+            for (y, _), (delta, _) in zip(parts, sums, strict=True):
+                y.add_(delta)
+        else:
+            self._add(parts, per_entry)
+
+    def _add(self, parts: Sequence[Part], per_entry: bool) -> None:
         per_row = self.top_k if per_entry else 1
         for index, chunk in enumerate(self.chunks):
             rows = slice(chunk.first * per_row, (chunk.first + chunk.rows) * per_row)

@@ -197,6 +197,25 @@ def test_recorded_launches_serve_every_pass(served):
     both.close()
 
 
+def test_recorded_launches_subtract_what_is_merged_into_the_weights(served):
+    """Rows of the merged adapter send nothing. Others get what a host's exchange adds, which sums both deltas before it
+    rounds them: the same but for one rounding of each."""
+    forward, host = served.launched(merged=True), PlannedPass(served.client("tcp"), lambda: True)
+    ours, theirs = (Layer(one.client.terms.spec, one, ROWS, "cpu", scale=0.0) for one in (forward, host))
+    graph = captured(ours)
+    for seed, names in enumerate([("qv", "fused", None), (None,), ("attention", "experts"), (None, "fused")]):
+        for got, expected in zip(
+            answers(ours, names, seed, graph.replay, "fused"),
+            answers(theirs, names, seed, theirs.run, "fused"),
+            strict=True,
+        ):
+            assert expected.norm() > 0.1 and (got - expected).norm() < served.setup.limit / 10 * expected.norm(), names
+    before = forward.sent()
+    assert not any(one.any() for one in answers(ours, ("fused",), 5, graph.replay, "fused"))
+    assert forward.sent() == before and all(before)
+    forward.close(), host.close()
+
+
 @of_exact_rows
 def test_clients_of_both_kinds_take_turns_on_one_kernel(served):
     sessions = [served.join(transport) for transport in ("gpu", "shm", "gpu", "tcp")]

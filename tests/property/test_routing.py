@@ -237,7 +237,7 @@ def tables() -> StepTables:
 def meant(step: StepTables, site: Site) -> list[int | None]:
     """The handle of each row with a delta there."""
     found = []
-    for place in step.adapters_T.tolist():
+    for place in step.adapters_HT[0].tolist():
         handle, first, here = (0, 0, 0) if place == NOBODY else step.directory(site)[place].tolist()
         assert first == 0 and here in (0, 1)
         found.append(handle if here else None)
@@ -245,7 +245,7 @@ def meant(step: StepTables, site: Site) -> list[int | None]:
 
 
 def addresses(step: StepTables) -> list[int]:
-    return [step.adapters_T.data_ptr(), *(step.directory(site).data_ptr() for site in SITES)]
+    return [step.adapters_HT.data_ptr(), *(step.directory(site).data_ptr() for site in SITES)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -85,10 +85,9 @@ def test_rows_before_an_invocation_are_the_base_models(load, server, engine, tmp
     assert parse_flag(absent["stop_reason"])[:2] == ("base_model", "not_invoked")
 
 
-def test_what_cannot_be_with_merged_weights_is_refused_at_the_start(merged, server, scratch):
-    for variable, value in (("LORA_SERVER_ON_FAILURE", "base_model"), ("LORA_SERVER_TRANSPORT", "gpu")):
-        with pytest.raises(RuntimeError, match=f"weights that contain {HOT}"):
-            Engine(merged[0], server.address, scratch / "refused.log", {variable: value})
+def test_a_fallback_to_the_base_model_is_refused_at_the_start(merged, server, scratch):
+    with pytest.raises(RuntimeError, match=f"weights that contain {HOT}"):
+        Engine(merged[0], server.address, scratch / "refused.log", {"LORA_SERVER_ON_FAILURE": "base_model"})
 
 
 def test_hot_requests_send_nothing(load, server, merged, engine):

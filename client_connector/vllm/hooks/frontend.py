@@ -86,17 +86,10 @@ def configure(args: Any, found: Settings) -> None:
 def _check_merged(model: str, found: Settings) -> None:
     """Raise ConfigError for settings that cannot be with an adapter merged into the weights."""
     record = find_merged(model)
-    if record is None:
-        return
-    if found.on_failure == BASE_MODEL:
+    if record is not None and found.on_failure == BASE_MODEL:
         raise ConfigError(
             f"on_failure: got {BASE_MODEL} with weights that contain {record.name}, expected {ERROR}: rows of the base "
             "model need the server, too"
-        )
-    if found.is_launched:
-        raise ConfigError(
-            f"transport {found.transport}: got weights that contain {record.name}, whose other rows have two adapters "
-            "each, expected a base model's; use auto"
         )
 
 

@@ -32,6 +32,7 @@ from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.merged import find_merged
 from lora_server.spec import ModelSpec, Site
 from lora_server.wire.terms import Terms
 
@@ -138,6 +139,7 @@ def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_co
         dtype=vllm_config.model_config.dtype,
         max_rows=scheduler.max_num_batched_tokens + vllm_config.parallel_config.tensor_parallel_size,  # padding
         max_adapters=scheduler.max_num_seqs,
+        merged=find_merged(vllm_config.model_config.model) is not None,
         outage_seconds=found.timings.outage_step,
     )
 

@@ -167,7 +167,7 @@ def test_an_adapter_and_its_negative_cancel(forward):
     forward.batch = Batch.of([Run(((held, 1.0), (held, -1.0)), 0, ROWS)], decode=True)
     width = forward.client.terms.spec.out_width(site)
     started = forward.start_dense(site, noise(ROWS, forward.client.terms.spec.hidden))
-    assert torch.equal(added(forward, started, torch.zeros(ROWS, width).double()), torch.zeros(ROWS, width).double())
+    assert added(forward, started, torch.zeros(ROWS, width).double()).abs().max() < 1e-6
 
 
 HELD = [Held(name, 7 + index, frozenset({Site(LAYER, "qkv")})) for index, name in enumerate("ab")]
@@ -206,9 +206,29 @@ def test_rows_of_one_adapter_carry_no_maps_and_no_weights():
     assert message.map_N is message.pair_N is message.weights_N is None and message.pairs_P is message.rows_M
 
 
-@pytest.mark.parametrize("segments", [((HELD[0], 0.5),), tuple((one, 1.0) for one in HELD)])
-def test_launches_refuse_rows_that_they_cannot_route(segments):
-    """Their tables have one adapter per row."""
-    tables = StepTables([Site(LAYER, "qkv")], ROWS, 4, torch.device("cpu"))
+SEVERAL = tuple((one, 1.0) for one in HELD)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("segments", [((HELD[0], 0.5),), SEVERAL, (*SEVERAL, (HELD[1], -1.0))])
+def test_launches_refuse_rows_that_they_cannot_route(segments, merged):
+    """Their tables have one adapter per row, and one to subtract over merged weights."""
+    tables = StepTables([Site(LAYER, "qkv")], ROWS, 4, torch.device("cpu"), merged)
     with pytest.raises(ConfigError, match="expected one adapter per row"):
         tables.write(Batch.of([Run(segments, 0, 2)], decode=True))
+
+
+def test_launches_have_a_table_of_what_rows_subtract_over_merged_weights():
+    (cold, hot), site = HELD, Site(LAYER, "qkv")
+    tables = StepTables([site], ROWS, 4, torch.device("cpu"), merged=True)
+
+    def handles():
+        directory = tables.directory(site)[:, 0].tolist()
+        return [[directory[place] if place >= 0 else 0 for place in half] for half in tables.adapters_HT.tolist()]
+
+    tables.write(Batch.of([Run(((hot, -1.0),), 0, 4), Run(((cold, 1.0), (hot, -1.0)), 4, 3)], decode=True))
+    assert handles() == [[0] * 4 + [cold.handle] * 3 + [0] * 2, [hot.handle] * 7 + [0] * 2]
+    tables.write(Batch.of([Run(((hot, -1.0),), 2, 1)], decode=True))
+    assert handles() == [[0] * ROWS, [0, 0, hot.handle, *[0] * 6]]
+    tables.write(None)
+    assert handles() == [[0] * ROWS] * 2 and not tables.live
