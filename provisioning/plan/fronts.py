@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -128,6 +129,21 @@ def merged_base(scenario: Scenario) -> Point | None:
     A share h of the rows stays in the engine. Any other row travels once and has two entries.
     """
     return disaggregated(replace(scenario, model=with_merged(scenario.model)))
+
+
+class MergeCost(NamedTuple):
+    """What the server's compute and its links carry with a merged base, as a multiple of what they do without."""
+
+    compute: float
+    wire: float
+
+
+def merge_cost(hottest: float, base: float = 0.0) -> MergeCost:
+    """Return the cost of a merged base, by the shares of all rows that are the hottest adapter's and the base model's.
+
+    A row of another adapter has two entries and travels once; one of the base model has one entry and travels, too.
+    """
+    return MergeCost((2.0 - base - 2.0 * hottest) / (1.0 - base), (1.0 - hottest) / (1.0 - base))
 
 
 def with_merged(model: StepModel) -> StepModel:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from provisioning.plan.fronts import Point
+from provisioning.plan.fronts import Point, merge_cost
 from provisioning.report import words
 from provisioning.report.glossary import POINTER
 from provisioning.report.html import page, picture, table
@@ -61,13 +61,14 @@ class Comparison:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on all lines, and whether the hottest adapter pays in the base weights of every instance."""
-        entries = 2 * (1 - self.hottest)
-        wins = "saves" if entries < 1 else "costs"
+        cost, (saves, costs) = merge_cost(self.hottest), ("saves", "costs")
         merge = (
-            f"Merged base {wins} compute here: with {self.hottest:.0%} of the requests for the hottest adapter, a row "
-            f"with an adapter costs the server {entries:.2f} entries, and 1 without a merge; it breaks even at 50 %. "
-            f"The links carry {1 - self.hottest:.2f} of the bytes. Requests of the base model, which are not counted, "
-            "would need the server, too."
+            f"Merged base {saves if cost.compute < 1 else costs} compute and {saves if cost.wire < 1 else costs} wire "
+            f"here: with {self.hottest:.0%} of the requests for the hottest adapter, the server computes "
+            f"{cost.compute:.2f} of the entries (two per row of another adapter; it breaks even at 50 %), and the "
+            f"links carry {cost.wire:.2f} of the bytes (such a row travels once; it breaks even at 0 %). Rows of the "
+            "base model, which are not counted, would need the server, too: then compute breaks even where the hottest "
+            "adapter has half of all rows, and the wire where it has as many rows as the base model."
         )
         return (*NOTES[:-1], merge, NOTES[-1])
 

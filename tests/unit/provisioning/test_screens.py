@@ -1,18 +1,13 @@
 """What `provision` prints, as in screens/*.txt; its subcommands; and that it is quick and needs no torch."""
 
-import contextlib
 import dataclasses
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import resource
-import struct
 import subprocess
 import sys
-import termios
 from collections import Counter
 from itertools import pairwise
 
@@ -30,7 +25,7 @@ from provisioning.report.fronts import Comparison
 from provisioning.simulation.measure import Estimate
 from tests.support.doc_commands import SHELL, blocks
 from tests.support.provision import ASKED, QWEN, SLO, provision, typed
-from tests.support.screens import check_screen
+from tests.support.screens import check_screen, on_terminal
 from tests.support.sources import ROOT
 
 SIMULATE = ["simulate", "--cache-slots", "3", "--adapters", "64", "--batch-size", "40", "--requests", "200"]
@@ -87,35 +82,16 @@ def check_colours(text, allowed=READABLE):
     assert codes and codes <= allowed, codes
 
 
-def on_terminal(arguments, stream):
-    """(stdout, stderr) of a process, one of them a real terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
-    command = [sys.executable, "-m", "provisioning", *arguments]
-    process = subprocess.Popen(command, **pipes, env=kept | {"TERM": "xterm-256color"})
-    os.close(theirs)
-    seen = b""
-    with contextlib.suppress(OSError):  # the last writer has gone
-        while piece := os.read(ours, 65536):
-            seen += piece
-    os.close(ours)
-    said = [seen if piece is None else piece for piece in process.communicate(timeout=120)]
-    assert process.returncode == 0, said
-    return tuple(piece.decode().replace("\r\n", "\n") for piece in said)
-
-
 @pytest.mark.long
 def test_progress_is_shown_on_a_terminal_alone():
-    shown, progress = on_terminal([*SIMULATE[:-1], "2000"], "stderr")
+    shown, progress = on_terminal("provisioning", [*SIMULATE[:-1], "2000"], "stderr")
     assert "simulating, run" in progress and shown == screen([*SIMULATE[:-1], "2000"])
-    quiet, progress = on_terminal([*SIMULATE, "--json"], "stderr")
+    quiet, progress = on_terminal("provisioning", [*SIMULATE, "--json"], "stderr")
     assert progress == "" and json.loads(quiet)
 
 
 def test_a_real_terminal_shows_the_same_screen_and_raw_json():
-    assert on_terminal(COMMANDS["models"], "stdout")[0] == screen(COMMANDS["models"], 80)
+    assert on_terminal("provisioning", COMMANDS["models"], "stdout")[0] == screen(COMMANDS["models"], 80)
     shown = screen(["models", "--json"], 80)
     assert "\x1b" not in shown and json.loads(shown)[0]["hidden"] == 2880
 
@@ -211,11 +187,11 @@ def test_every_line_of_a_comparison(tmp_path):
 
 
 @pytest.mark.parametrize(("hottest", "said"), [(0.24, "costs"), (0.8, "saves")])
-def test_a_comparison_says_whether_a_merge_pays(hottest, said):
+def test_a_comparison_says_what_a_merge_costs_of_each_resource(hottest, said):
     found = Comparison(question="", command="", date="", rates=(1.0,), asked=0, fronts={}, hottest=hottest)
-    assert any(
-        f"Merged base {said} compute" in note and f"{2 - 2 * hottest:.2f} entries" in note for note in found.notes
-    )
+    (note,) = (note for note in found.notes if note.startswith(f"Merged base {said} compute and saves wire here"))
+    assert f"computes {2 - 2 * hottest:.2f} of the entries" in note
+    assert f"carry {1 - hottest:.2f} of the bytes" in note
 
 
 @pytest.mark.long
