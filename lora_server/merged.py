@@ -21,7 +21,7 @@ _AGAIN = "merge again: lora-server merge"
 class MergedRecord:
     """The adapter `name` in its `version` (a digest), merged into a base model of this geometry.
 
-    `base_weights`: fingerprint of its weights. `files`: bytes of each weight file. `errors`: see
+    `base_weights`: fingerprint of its weights. `files`: bytes of each weight file. `errors`, `delta_ratio`: see
     merge.rounding.RowErrors.
     """
 
@@ -33,6 +33,7 @@ class MergedRecord:
     dtype: str
     files: Mapping[str, int]
     errors: Mapping[str, Mapping[str, float]]
+    delta_ratio: float = 0.0  # 0: not measured
     format: int = FORMAT
 
     def to_json(self) -> str:

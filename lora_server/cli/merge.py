@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lora_server.merged import MergedRecord
 
 BREAK_EVEN, MIB = 0.5, 1 << 20
-MOST_ERROR = {"base_model": 2.0, "others": 1.4}  # of that of an engine without a merge, beyond which `merge` warns
+# beyond so many times the error without a merge `merge` warns; the delta ratio up to which it is less (docs/merge.md)
+MOST_ERROR = {"base_model": (2.0, 0.57), "others": (1.4, 0.92)}
 NAMES = {"base_model": "the base model", "others": "another adapter"}
 BaseOption = Annotated[Path, typer.Option(help="Directory of the base model, in safetensors.")]
 AdapterOption = Annotated[
@@ -89,15 +90,18 @@ def _warn(record: MergedRecord, hot_share: float | None) -> None:
     texts = []
     if hot_share is not None and hot_share < BREAK_EVEN:
         texts.append(
-            f"--hot-share {hot_share:g}: the server gets {2 * (1 - hot_share):.2f} entries per adapter row, and "
-            "1.00 without a merge; below 0.5 a merge costs more compute than it saves"
+            f"--hot-share {hot_share:g}: the server computes {2 * (1 - hot_share):.2f} entries per adapter row, and "
+            f"1.00 without a merge; below 0.5 a merge costs more compute than it saves (links carry "
+            f"{1 - hot_share:.2f} of the bytes)"
         )
-    for kind, most in () if record.dtype == "F32" else MOST_ERROR.items():
+    for kind, (most, delta) in () if record.dtype == "F32" else MOST_ERROR.items():
         error = record.errors[kind]
         if error["merged"] > most * error["unmerged"]:
             texts.append(
-                f"rows of {NAMES[kind]} have {error['merged'] / error['unmerged']:.2f} times the rounding error of "
-                f"an engine without a merge, expected at most {most:g} times: the delta is large beside the weights"
+                f"rows of {NAMES[kind]} have {error['merged'] / error['unmerged']:.2f} times the rounding error of an "
+                f"engine without a merge ({error['merged']:.1e} and {error['unmerged']:.1e}), expected at most "
+                f"{most:g} times: the delta is {record.delta_ratio:.2f} of the weights, and up to {delta:g} keeps it; "
+                "leave this adapter to the server, or merge it into a float32 copy of the base model"
             )
     for text in texts:
         terminal.say(terminal.open_console(stderr=True), text, "warning")
@@ -140,17 +144,23 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
 def _show(record: MergedRecord, out: Path) -> None:
     from lora_server import terminal
+    from lora_server.merge.rounding import expected_factors
 
-    console = terminal.open_console()
-    terminal.say(console, f"{out}: {record.base_model} with {record.name} {record.version[:12]} merged, {record.dtype}")
+    console, by_law = terminal.open_console(), expected_factors(record.delta_ratio)
+    terminal.say(
+        console,
+        f"{out}: {record.base_model} with {record.name} {record.version[:12]} merged, {record.dtype}; its delta is "
+        f"{record.delta_ratio:.2g} of the weights",
+    )
     rows = [
         (
             NAMES.get(kind, record.name),
             f"{one['unmerged']:.1e}",
             f"{one['merged']:.1e}",
             f"{one['merged'] / one['unmerged']:.2f}x",
+            f"{by_law[kind]:.2f}x",
         )
         for kind, one in record.errors.items()
     ]
-    columns = ("rows of", "error, not merged", "error, merged", "ratio")
+    columns = ("rows of", "error, not merged", "error, merged", "ratio", "expected")
     terminal.table(console, columns, rows, left=("rows of",), wrapped="rows of")

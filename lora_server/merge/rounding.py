@@ -15,6 +15,16 @@ from lora_server.merge.places import MatrixPlace
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PROBES, SAMPLED_ROWS = 8, 64
+DELTA = "delta"  # the key of its sums in RowErrors
+
+
+def expected_factors(delta_ratio: float) -> dict[str, float]:
+    """Return by how much a merge multiplies the errors of RowErrors, where each rounding has the same relative error.
+
+    `delta_ratio`: of the delta's result to the weights'. docs/merge.md derives it.
+    """
+    d2 = delta_ratio**2
+    return {"merged": 1.0, "base_model": (3 + 3 * d2) ** 0.5, "others": ((3 + 5 * d2) / (2 + 2 * d2)) ** 0.5}
 
 
 def merged_matrix(place: MatrixPlace, data: bytearray, adapter: Adapter, errors: RowErrors) -> torch.Tensor:
@@ -67,6 +77,7 @@ class RowErrors:
         x_KP = torch.randn(base_OK.shape[1], PROBES, generator=generator).to(dtype).double()
         base, merged, delta = (one[:SAMPLED_ROWS].double() @ x_KP for one in (base_OK, merged_OK, delta_OK))
         other = delta.roll(1, dims=1)
+        self._sum(DELTA, delta, base)
 
         def rounded(value: torch.Tensor) -> torch.Tensor:
             return value.to(dtype).double()
@@ -80,14 +91,26 @@ class RowErrors:
 
     def _add(self, kind: str, exact: torch.Tensor, unmerged: torch.Tensor, merged: torch.Tensor) -> None:
         for way, got in (("unmerged", unmerged), ("merged", merged)):
-            sums = self._sums.setdefault(f"{kind} {way}", [0.0, 0.0])
-            sums[0] += float((got - exact).square().sum())
-            sums[1] += float(exact.square().sum())
+            self._sum(f"{kind} {way}", got - exact, exact)
+
+    def _sum(self, key: str, part: torch.Tensor, whole: torch.Tensor) -> None:
+        sums = self._sums.setdefault(key, [0.0, 0.0])
+        sums[0] += float(part.square().sum())
+        sums[1] += float(whole.square().sum())
 
     def result(self) -> dict[str, dict[str, float]]:
         """Return the root mean square relative error by kind of row, then by engine."""
         found: dict[str, dict[str, float]] = {}
-        for key, (wrong, total) in self._sums.items():
-            kind, way = key.split()
-            found.setdefault(kind, {})[way] = (wrong / total) ** 0.5 if total else 0.0
+        for key in self._sums:
+            if key != DELTA:
+                kind, way = key.split()
+                found.setdefault(kind, {})[way] = self._ratio(key)
         return found
+
+    def delta_ratio(self) -> float:
+        """Return the root mean square of the delta's result, relative to that of the weights'."""
+        return self._ratio(DELTA)
+
+    def _ratio(self, key: str) -> float:
+        part, whole = self._sums.get(key, (0.0, 0.0))
+        return float((part / whole) ** 0.5) if whole else 0.0

@@ -112,6 +112,7 @@ class Merge:
             dtype=", ".join(sorted(dtypes)),
             files=self._sizes,
             errors=errors.result(),
+            delta_ratio=errors.delta_ratio(),
         )
 
 

@@ -1,6 +1,7 @@
 """Base weights with a hot adapter in them: its rows need no server, all others are PEFT's, token by token."""
 
 import contextlib
+import functools
 import json
 from dataclasses import replace
 
@@ -131,6 +132,58 @@ def test_bfloat16_logits_of_other_rows_are_within_the_bars(kind, tmp_path):
 
     unmerged, merged = errors(tmp_path / "base"), errors(tmp_path / "out")
     assert merged[None] <= 2.0 * unmerged[None] and merged["cold"] <= 1.4 * unmerged["cold"], (unmerged, merged)
+
+
+@contextlib.contextmanager
+def relative_error(engine, exact):
+    """Call for the root mean square error of the outputs of attention's and the MLP's linear layers and of blocks of
+    experts inside, against `exact`, a float64 model that computes each of them from the engine's own inputs."""
+    sums, hooks = torch.zeros(2, dtype=torch.float64), []
+
+    def compare(module, args, output, *, expected):
+        wanted = expected(*(one.double() if one.is_floating_point() else one for one in args))
+        sums.add_(torch.stack([(output.double() - wanted).square().sum(), wanted.square().sum()]))
+
+    for name, module in engine.named_modules():
+        if name.endswith(("_proj", ".experts")):
+            expected = exact.get_submodule(name)
+            hooks.append(module.register_forward_hook(functools.partial(compare, expected=expected)))
+    yield lambda: float((sums[0] / sums[1]).sqrt())
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@torch.no_grad()
+def test_bfloat16_outputs_of_each_site_are_within_the_bars_of_float64(kind, tmp_path):
+    """Deltas are a tenth of the weights: LoRA's paper has 0.06 to 0.11 (arXiv 2106.09685, table 7)."""
+    model = tiny.make_model(kind, dtype=torch.bfloat16)
+    tiny.save_model(model, tmp_path / "base")
+    paths = {name: tmp_path / name for name in (HOT, "cold")}
+    for seed, path in enumerate(paths.values()):
+        tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all", alpha=1.6)
+    spec = load_spec(tmp_path / "base")
+    adapter, version = validate_adapter(paths[HOT], spec)
+    with adapter:
+        record = Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    assert 0.05 < record.delta_ratio < 0.15
+    exact = {None: model.double()}
+    model.set_experts_implementation("eager")  # the other ones have no float64
+    exact["cold"] = tiny.apply_literal(exact[None], paths["cold"])
+    ids = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(3))
+
+    def errors(directory):
+        engine, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval(), {}
+        with contextlib.closing(InprocServer(spec, paths)) as server, attach(engine, server) as lora:
+            for name, model in exact.items():
+                with lora.adapters([name] * len(ids)), relative_error(engine, model) as error:
+                    engine(ids)
+                found[name] = error()
+        return found
+
+    unmerged, merged = errors(tmp_path / "base"), errors(tmp_path / "out")
+    ratios = {name: merged[name] / unmerged[name] for name in exact}
+    assert 1.2 < ratios[None] <= 2.0 and 1.05 < ratios["cold"] <= 1.4, (unmerged, merged)
 
 
 def test_weights_of_another_version_base_or_name_are_refused(tmp_path):

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError
-from lora_server.merge import Merge
+from lora_server.merge import Merge, write
 from lora_server.merge.checkpoint import base_weights
+from lora_server.merge.rounding import expected_factors
 from lora_server.merged import MERGED, find_merged
 from lora_server.spec import load
 
@@ -71,9 +72,10 @@ def test_weights_are_those_of_pefts_merge(kind, settings, tmp_path):
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_bfloat16_costs_other_rows_one_rounding(kind, tmp_path):
     _, base, law, out = made(tmp_path, kind, torch.bfloat16, targets="all")
-    errors = merge(base, law, out).errors
-    ratio = {name: one["merged"] / one["unmerged"] for name, one in errors.items()}
+    record = merge(base, law, out)
+    ratio = {name: one["merged"] / one["unmerged"] for name, one in record.errors.items()}
     assert 1.0 < ratio["others"] <= 1.4 and 1.0 < ratio["base_model"] <= 2.0 and ratio["merged"] <= 1.1
+    assert ratio == pytest.approx(expected_factors(record.delta_ratio), rel=0.05)
     assert header(out / "model.safetensors") == header(base / "model.safetensors")
 
 
@@ -116,6 +118,17 @@ def test_an_interrupted_merge_continues_and_leaves_no_output_before(tmp_path):
     for name in files:
         assert (out / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
     assert record.errors == find_merged(tmp_path / "once").errors
+
+
+def test_memory_holds_one_matrix_of_one_expert(tmp_path, monkeypatch):
+    """GPT-OSS has all experts in one tensor."""
+    monkeypatch.setattr(write, "CHUNK_BYTES", 1024)
+    model, base, law, out = made(tmp_path, "gpt_oss", targets="all")
+    pieces = []
+    merge(base, law, out, pieces.append)
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert max(pieces) == experts[0].nbytes < experts.nbytes
+    assert sum(pieces) == (base / "model.safetensors").stat().st_size
 
 
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path):
