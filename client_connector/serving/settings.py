@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lora_server.address import ControllerList
 from lora_server.errors import ConfigError
 from lora_server.timings import DEFAULTS, Timings
 
@@ -38,7 +39,8 @@ def tenant_and_name(name: str) -> tuple[str, str]:
 class Settings:
     """Settings. `on_failure`: the policy for a request after a failed step; `timeout_seconds` bounds a step and a join.
 
-    `wire`: one of connect.WIRES, that the server must have. `slo_class`: one of its --classes.
+    `address`: with a standby both, with a comma between them. `wire`: one of connect.WIRES, that the server must have.
+    `slo_class`: one of its --classes.
     `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
     `timings`: for tests and experiments, an object; from the environment as JSON.
@@ -57,9 +59,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_failure not in (ERROR, BASE_MODEL):
             raise ConfigError(f"on_failure: got {self.on_failure!r}, expected {ERROR!r} or {BASE_MODEL!r}")
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"{ADDRESS}: got {self.address!r}, expected HOST:PORT such as 127.0.0.1:7400")
+        try:
+            ControllerList.parse(self.address)
+        except ConfigError as error:
+            raise ConfigError(f"{ADDRESS}: {error}") from None
         for name in NUMBERS:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected more than 0")

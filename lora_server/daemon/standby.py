@@ -24,8 +24,8 @@ from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import EXIT_FAILED, Up, say
 from lora_server.daemon.startup import ask
-from lora_server.errors import LoraServerError, NotLeaderError
-from lora_server.registry.database import database_of
+from lora_server.errors import ConfigError, LoraServerError, NotLeaderError
+from lora_server.registry.database import Database, database_of
 from lora_server.registry.leadership import Leadership
 
 log = structlog.get_logger()
@@ -34,17 +34,19 @@ log = structlog.get_logger()
 class CandidateProcess:
     """A controller that leads, or stands by."""
 
+    _leadership: Leadership  # once `run` has opened the database
+
     def __init__(self, config: ProcessConfig) -> None:
-        """Raises ConfigError for a database that cannot be opened."""
         self.config, self._stopping = config, threading.Event()
         self._address = str(Address(config.advertise, config.listen.port))
-        own = str(config.controller), self._address, config.timings.leader
-        self._leadership = Leadership(database_of(config), *own)
         self._controller: ControllerProcess | None = None
 
     def run(self) -> int:
-        """Stand by until this controller leads; then serve until stopped."""
-        config = self.config
+        """Stand by until this controller leads; then serve until stopped. Raises ConfigError."""
+        config, database = self.config, self._open()
+        if database is None:
+            return 0
+        self._leadership = Leadership(database, str(config.controller), self._address, config.timings.leader)
         if not self._leadership.attempt():
             self._stand_by()
             config = config.model_copy(update={"restarted": True})  # in the place of the one that led
@@ -52,7 +54,7 @@ class CandidateProcess:
             return 0
         log.info("leading", epoch=self._leadership.epoch, address=self._address)
         threading.Thread(target=self._keep, daemon=True, name="leadership").start()
-        self._controller = controller = ControllerProcess(config, self._leadership.database)
+        self._controller = controller = ControllerProcess(config, database)
         if self._stopping.is_set():
             controller.stop()
         return controller.run()
@@ -62,6 +64,18 @@ class CandidateProcess:
         self._stopping.set()
         if self._controller is not None:
             self._controller.stop()
+
+    def _open(self) -> Database | None:
+        """Open the database; None once stopped. A process that was restarted waits for it: the other one may lead."""
+        while True:
+            try:
+                return database_of(self.config)
+            except ConfigError as error:
+                if not self.config.restarted:
+                    raise
+                log.warning("cannot stand by; trying again", reason=str(error))
+            if self._stopping.wait(self.config.timings.leader_look):
+                return None
 
     def _stand_by(self) -> None:
         """Refuse calls until this controller leads, or is stopped. Raises ConfigError for a port that is taken."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -50,18 +51,21 @@ class Leadership:
         self._server, self.key = digest[:40], int(digest[:15], 16)
         self._session: Connection | None = None
         self.has_lock = False  # as of the last look
+        self._tries_from = 0.0  # when `attempt` may have the lock
         self.epoch = 0  # of this controller's lead
         self.leader = Leader(0, "")  # as of the last look
 
     def attempt(self) -> bool:
-        """Try to lead; return whether this controller does now. False, too, while the database is away."""
+        """Try to lead; return whether this controller does now. False, too, while the database is away, and until a
+        leader that lost its session by that has had the time to take its lock again."""
         try:
-            self._look()
+            self._look(tries=time.monotonic() >= self._tries_from)
             if not self.has_lock:
                 return False
             self.epoch = self._count_up()
         except sql.DBAPIError as error:
             self._forget_session(error)
+            self._tries_from = time.monotonic() + self._seconds
             return False
         self.database.checks.append(self.check)
         return True
@@ -96,11 +100,11 @@ class Leadership:
         """Give the lead up. Idempotent."""
         self._forget_session(None)
 
-    def _look(self) -> None:
-        """Try to have the lock, and learn which controller leads."""
+    def _look(self, tries: bool = True) -> None:
+        """Learn which controller leads; with `tries`, try to have the lock."""
         if self._session is None:
             self._session = self.database.session(self._seconds)
-        if not self.has_lock:
+        if tries and not self.has_lock:
             self.has_lock = bool(self._session.scalar(select(func.pg_try_advisory_lock(self.key))))
         self.leader = self._read(self._session)
 

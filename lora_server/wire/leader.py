@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from lora_server.address import ControllerList
 from lora_server.errors import NotLeaderError
 from lora_server.wire.credentials import CODE_KEY
 
@@ -29,9 +30,9 @@ class LeaderChannel:
     """The part of grpc.Channel that calls use, over one channel per controller. Thread-safe."""
 
     def __init__(self, addresses: str, open_one: Callable[[str], grpc.Channel]) -> None:
-        """`addresses`: with commas between them."""
+        """`addresses`: with commas between them. Raises ConfigError."""
         self._addresses = addresses
-        self._channels = [open_one(address) for address in addresses.split(",")]
+        self._channels = [open_one(str(address)) for address in ControllerList.parse(addresses).addresses]
 
     def unary_unary(self, method: str, **more: Any) -> LeaderCall:
         """Return what calls a method at the leader."""

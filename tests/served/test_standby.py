@@ -1,17 +1,21 @@
 """A server with two controllers: one leads, the other stands by and takes over. On one host, with a real PostgreSQL."""
 
+import contextlib
 import os
 import signal
 import threading
 
 import psutil
+import psycopg
 import pytest
 from sqlalchemy import text
 
+from client_connector.serving.leases import AdapterLeases
+from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server import spec as specs
 from lora_server.demo.launch import free_address, launch
-from lora_server.errors import LoraServerError, NotLeaderError
+from lora_server.errors import LoraServerError, NotLeaderError, ServerUnavailableError
 from lora_server.registry.database import Database
 from lora_server.registry.leadership import Leadership
 from lora_server.registry.versions import Ledger
@@ -19,7 +23,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
-from tests.support.postgres import running_postgres
+from tests.support.postgres import host_of, running_postgres
 from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, listed, stop, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -52,17 +56,34 @@ class Pair:
         (directory / "token").write_text(TOKEN)
         self.addresses = [free_address(), free_address()]
         self.address = ",".join(self.addresses)
-        shared = "--controller", self.address, "--registry", url, "--join-token-file", str(directory / "token")
+        shared = "--controller", self.address, "--join-token-file", str(directory / "token")
         self.flags = flags(load, "--layout", "ep2-pp1", "--adapter-root", "/", *shared)
-        self.directory, self.all = directory, {}
+        self.url, self.directory, self.all = url, directory, {}
 
     def start(self, index):
         """Start the node (0), or the standby (1); does not wait."""
         own = ("--standby",) if index else ()
-        one = launch(self.directory / f"log{index}", *self.flags, "--listen", self.addresses[index], *own)
+        self.connect(index)
+        registry = self.url.replace(host_of(self.url), str(self.way(index)))
+        where = "--listen", self.addresses[index], "--registry", registry
+        one = launch(self.directory / f"log{index}", *self.flags, *where, *own)
         one.address = self.addresses[index]
         self.all[index] = one
         return one
+
+    def way(self, index):
+        """The way to the database that one of them has for itself."""
+        return self.directory / f"way{index}"
+
+    def connect(self, index):
+        self.way(index).symlink_to(host_of(self.url))
+
+    def cut_off(self, *indices):
+        """Take the database away from these: they have no connection, and make no new one."""
+        for index in indices:
+            self.way(index).unlink()
+        with psycopg.connect(self.url) as other:
+            other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
 
     def wait_settled(self):
         """Wait until one controller has a complete server and the other stands by; return both."""
@@ -79,6 +100,13 @@ class Pair:
 
     def is_standby(self, one, leader):
         return one.get("/readyz") == (503, f"this controller stands by: {leader.address} leads\n")
+
+    def changes(self, method, **fields):
+        """Whether a change is made now."""
+        try:
+            return ask(self.address, method, **fields)
+        except ServerUnavailableError:
+            return None
 
     def __enter__(self):
         return self
@@ -109,16 +137,20 @@ def test_a_standby_refuses_calls_and_names_the_leader(pair):
 
 
 def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
-    """Its node is stopped meanwhile, so that the standby leads. What was held is held."""
+    """Its node is stopped meanwhile, so that the standby leads. Holds stay, and what is asked meanwhile is answered."""
     leader, standby = pair.wait_settled()
     ask(pair.address, "Add", name="held", uri=str(load.paths["qv"]))
-    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+    leases = AdapterLeases(Settings(pair.address, timeout_seconds=HANG_SECONDS), lambda text: ())
+    with contextlib.closing(leases), Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
         fleet.all_right_again(now())
+        leases.hold("before", "held", ())
+        until(lambda: leases.is_ready("before"), "it is admitted")
         with attach(load.model, pair.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(["held"]):
             before = server_status(pair.address)
             os.kill(leader.process.pid, signal.SIGSTOP)
             try:
                 os.kill(before.pid, signal.SIGKILL)
+                leases.hold("meanwhile", "held", ())
                 until(lambda: ready(standby.address), "the standby leads")
             finally:
                 os.kill(leader.process.pid, signal.SIGCONT)
@@ -126,9 +158,11 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
             assert after.run == before.run and after.pid != before.pid
             assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
             assert {one.client for one in after.joined} >= {one.client for one in before.joined}
-            until(lambda: listed(pair.address)["held"].holders == 1, "the client said what it holds")
+            until(lambda: leases.is_ready("meanwhile"), "it is admitted")
+            assert leases.is_ready("before") and not leases.state("before").failure
+            until(lambda: listed(pair.address)["held"].holders == 2, "both clients said what they hold")
             assert generates(load, "qv")
-            assert ask(pair.address, "Add", name="late", uri=str(load.paths["qv"])).name == "late"
+            until(lambda: pair.changes("Add", name="late", uri=str(load.paths["qv"])), "changes are possible")
         fleet.all_right_again(now())
         assert set(fleet.check()) == {"right"}
     assert pair.wait_settled() == (standby, leader)
@@ -157,7 +191,7 @@ def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pa
             late.start()
             until(lambda: ready(standby.address), "the standby leads")
             fleet.all_right_again(now())
-            assert ask(pair.address, "Add", name="after", uri=str(load.paths["qv"])).name == "after"
+            until(lambda: pair.changes("Add", name="after", uri=str(load.paths["qv"])), "changes are possible")
         finally:
             stopped.resume()
         all_gone([stopped])
@@ -168,6 +202,48 @@ def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pa
     assert pair.wait_settled() == (standby, leader)
     assert "after" in listed(pair.address) and "stale" not in listed(pair.address)
     ask(pair.address, "Remove", name="after")
+
+
+@pytest.mark.long
+def test_a_leader_that_is_cut_off_from_the_database_ends_once_the_other_leads(pair, load, tmp_path):
+    leader, standby = pair.wait_settled()
+    index = pair.addresses.index(leader.address)
+    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+        fleet.all_right_again(now())
+        before = psutil.Process(server_status(pair.address).pid)
+        pair.cut_off(index)
+        try:
+            all_gone([before])
+            until(lambda: ready(standby.address), "the standby leads")
+            fleet.all_right_again(now())
+            until(lambda: "cannot stand by; trying again" in leader.tail(), "its node goes on without the database")
+            assert leader.process.poll() is None
+        finally:
+            pair.connect(index)
+        assert pair.wait_settled() == (standby, leader)
+        assert set(fleet.check()) == {"right"}
+
+
+@pytest.mark.long
+def test_a_leader_goes_on_while_the_database_is_away_for_both(pair, load, tmp_path):
+    leader, _ = pair.wait_settled()
+    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+        fleet.all_right_again(now())
+        pid = server_status(pair.address).pid
+        pair.cut_off(0, 1)
+        try:
+            until(lambda: "lost the session that holds the lead" in leader.log.read_text(), "it has noticed")
+            fleet.all_right_again(now())
+            with pytest.raises(ServerUnavailableError, match=r"--registry .* not reached within"):
+                ask(pair.address, "Add", name="x", uri=str(load.paths["qv"]))
+            assert server_status(pair.address).pid == pid and ready(leader.address)
+        finally:
+            for index in (0, 1):
+                pair.connect(index)
+        until(lambda: pair.changes("Add", name="x", uri=str(load.paths["qv"])), "changes are possible again")
+        until(lambda: pair.changes("Remove", name="x"), "likewise")
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
 
 
 @pytest.mark.long
@@ -197,7 +273,8 @@ def test_one_of_two_leads_until_its_session_ends(both):
     assert first.attempt() and not second.attempt()
     assert second.leader == (first.epoch, "a")
     first.close()
-    assert second.attempt() and second.epoch == first.epoch + 1
+    until(second.attempt, "the lock is free")
+    assert second.epoch == first.epoch + 1
 
 
 def test_a_write_of_an_earlier_epoch_changes_nothing(both, load):
