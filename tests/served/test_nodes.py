@@ -23,6 +23,8 @@ from tests.support.serving import (
     answers,
     ask,
     cli,
+    complete,
+    descendants,
     flags,
     kill,
     listed,
@@ -276,3 +278,42 @@ def test_a_network_that_goes_away_comes_back_by_itself(tmp_path, monkeypatch):
         assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "none was restarted"
         assert second.process.poll() is None
         print(first.tail(), second.tail())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_node_that_was_replaced_under_another_address_is_turned_away(tmp_path, monkeypatch):
+    """It is stopped, a third host takes its rank over, and it goes on."""
+    monkeypatch.setenv(*environment(replace(FAST, shard_silence=LIMIT_SECONDS)).popitem())
+    load = workload("mixtral")
+    with contextlib.ExitStack() as stack:
+        near, far, third = stack.enter_context(hosts(3))
+        nodes = stack.enter_context(Nodes(tmp_path, *flags(load, "--layout", "ep1-pp2", "--insecure")))
+        first, old = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
+        first.wait_ready(READY_SECONDS)
+        fleet = stack.enter_context(
+            Fleet(load, first.address, tmp_path, ("tcp",), prefixes=(near.prefix,), timeout=8.0)
+        )
+        fleet.all_right_again(now())
+
+        def shard_of_node_1():
+            reply = complete(first.address)
+            return reply and reply.shards[1].pid
+
+        before, stopped = shard_of_node_1(), [psutil.Process(old.process.pid), *descendants(old.process.pid)]
+        for process in stopped:
+            process.suspend()
+        try:
+            nodes.start(host=third.address, prefix=third.prefix)
+            until(lambda: shard_of_node_1() not in (None, before), "the third host has the rank")
+            fleet.all_right_again(now())
+            successor = shard_of_node_1()
+        finally:
+            for process in stopped:
+                process.resume()
+        until(lambda: "was replaced while it was away" in old.log.read_text(), "its shard is turned away")
+        until(
+            lambda: "is a node rank used twice" in old.log.read_text(), "so is the next one, while the rank is served"
+        )
+        fleet.all_right_again(now())
+        assert shard_of_node_1() == successor and fleet.check()["right"]
