@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lora_server.errors import ConfigError
 
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-_HOST_PORT = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s]+):([0-9]{1,5})")
+_HOST_PORT = re.compile(r"(\[[^\[\]\s/]+\]|[^\[\]\s/]+):([0-9]{1,5})")
 _NAME = re.compile(r"([\w-]+\.)*(?![0-9]+$)[\w-]+", re.ASCII)  # a last part of digits alone is a mistyped address
 
 

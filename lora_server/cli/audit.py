@@ -26,9 +26,9 @@ def audit(
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show changes and refused attempts: caller, call, subject, outcome.
+    """Show changes and refused attempts.
 
-    With --follow and --json each entry is one line of JSON.
+    An entry has caller, call, subject and outcome. With --follow and --json each entry is one line of JSON.
     """
 
     def command() -> None:

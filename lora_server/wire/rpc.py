@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 from lora_server import logs, telemetry
+from lora_server.address import Address
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
@@ -94,6 +95,11 @@ def open_channel(address: str, credentials: Credentials | None = None, apart: bo
     """Open a channel to the control plane at HOST:PORT, or to the one of several (A:PORT,B:PORT) that leads; the caller
     closes it. Without credentials it takes those of the environment. `apart`: on a connection of its own. Raises
     ConfigError."""
+    try:
+        for one in address.split(","):
+            Address.parse(one)
+    except ConfigError as error:
+        raise ConfigError(f"address of the server: {error}") from None
     credentials = of_environment() if credentials is None else credentials
     options = (*_RECONNECT, *_LARGE, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
     if "," in address:
@@ -176,4 +182,5 @@ def _why_unreached(details: str) -> str:
     """Say why there is no connection, from gRPC's words, and what to do."""
     began = "failed to connect" in details or "resolving" in details  # others broke later
     found = next((why for sign, why in _MIXED_UP if began and sign in details), "")
-    return found or f"cannot be reached ({details}); is it running?"
+    reason = details.rpartition("to remote host: ")[2]  # of all that gRPC says
+    return found or f"cannot be reached ({reason}); is it running?"
