@@ -49,7 +49,9 @@ def _describe(problem: dict[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}; give a YAML file of settings") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {file}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {file}: got a {type(values).__name__}, expected a mapping of settings")

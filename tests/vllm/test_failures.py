@@ -111,15 +111,19 @@ def test_policy_base_model(load, killable, scratch):
         assert unknown["finish_reason"] == "error", "an unknown name is an error under either policy"
 
 
-def test_a_start_without_a_server_ends_with_one_line(load):
+@pytest.mark.parametrize(("address", "words"), [
+    ("127.0.0.1:1", "server 127.0.0.1:1: cannot be reached (Connection refused); is it running?"),
+    ("127.0.0.1", "LORA_SERVER_ADDRESS: got '127.0.0.1', expected HOST:PORT such as 127.0.0.1:7400"),
+])  # fmt: skip
+def test_a_start_without_a_server_ends_with_one_line(load, address, words):
     """The front end asks before it starts workers. Plugins are loaded by EngineArgs."""
     code = "import sys; from vllm.engine.arg_utils import EngineArgs; EngineArgs(sys.argv[1]).create_engine_config()"
-    more = {"LORA_SERVER_ADDRESS": "127.0.0.1:1", "LORA_SERVER_TIMEOUT_SECONDS": "1"}
+    more = {"LORA_SERVER_ADDRESS": address, "LORA_SERVER_TIMEOUT_SECONDS": "1"}
     command = [sys.executable, "-c", code, str(load.base)]
     environment = os.environ | ENVIRONMENT | more
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_SECONDS, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
-    assert done.stderr.splitlines()[-1].startswith("lora-server: server 127.0.0.1:1: cannot be reached")
+    assert done.stderr.splitlines()[-1] == f"lora-server: {words}"
 
 
 def test_an_engine_without_a_server_does_not_start(load, scratch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from http import HTTPStatus
@@ -95,25 +94,9 @@ def _check_merged(model: str, found: Settings) -> None:
 
 def require_server(found: Settings) -> None:
     """Wait until the server answers, before workers start that would all fail. Raises ServerUnavailableError after
-    `timeout_seconds`, and any other error of the server's; the one that ends the process is then a single line."""
+    `timeout_seconds`, and any other error of the server's."""
     with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
-        try:
-            while_away(found.timeout_seconds)(directory.status)
-        except LoraServerError as error:
-            _end_with_one_line(error)
-            raise
-
-
-def _end_with_one_line(expected: LoraServerError) -> None:
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if error is expected:
-            print(f"lora-server: {error}", file=sys.stderr)
-        else:
-            shown(kind, error, traceback)
-
-    sys.excepthook = show
+        while_away(found.timeout_seconds)(directory.status)
 
 
 def served_names(args: Any) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from client_connector.vllm import contract
 from client_connector.vllm.logs import join_vllms
 from client_connector.vllm.settings import ACTIVE, configured
 from client_connector.vllm.version import check_version
+from lora_server.errors import LoraServerError
 
 _OURS = "_lora_server_wrapped"
 
@@ -31,21 +33,43 @@ def watch() -> None:
 
     def make(original: Any) -> Callable[..., Any]:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = configured(self.additional_config, os.environ)
-            if found is None:
-                return original(self, *args, **kwargs)
-            install()
-            from client_connector.vllm.hooks.frontend import check_parallel, configure, require_server
-
-            require_server(found)
-            configure(self, found)
-            vllm_config = original(self, *args, **kwargs)
-            check_parallel(vllm_config)
-            return vllm_config
+            try:
+                return _configured(original, self, *args, **kwargs)
+            except LoraServerError as error:
+                _end_with_one_line(error)
+                raise
 
         return create_engine_config
 
     wrap(EngineArgs, "create_engine_config", make)
+
+
+def _configured(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Configure an engine, ours if it has an address. Raises LoraServerError where ours cannot start."""
+    found = configured(engine.additional_config, os.environ)
+    if found is None:
+        return original(engine, *args, **kwargs)
+    install()
+    from client_connector.vllm.hooks.frontend import check_parallel, configure, require_server
+
+    require_server(found)
+    configure(engine, found)
+    vllm_config = original(engine, *args, **kwargs)
+    check_parallel(vllm_config)
+    return vllm_config
+
+
+def _end_with_one_line(expected: LoraServerError) -> None:
+    """If this error ends the process, write one line to stderr and no traceback."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if error is expected:
+            print(f"lora-server: {error}", file=sys.stderr)
+        else:
+            shown(kind, error, traceback)
+
+    sys.excepthook = show
 
 
 def install() -> None:
