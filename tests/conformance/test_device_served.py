@@ -202,14 +202,14 @@ def test_recorded_launches_subtract_what_is_merged_into_the_weights(served):
     rounds them: the same but for one rounding of each."""
     forward, host = served.launched(merged=True), PlannedPass(served.client("tcp"), lambda: True)
     ours, theirs = (Layer(one.client.terms.spec, one, ROWS, "cpu", scale=0.0) for one in (forward, host))
-    graph = captured(ours)
+    graph, limit = captured(ours), 0.02 if served.setup.wire == "exact" else 0.05  # by an answer's own error
     for seed, names in enumerate([("qv", "fused", None), (None,), ("attention", "experts"), (None, "fused")]):
         for got, expected in zip(
             answers(ours, names, seed, graph.replay, "fused"),
             answers(theirs, names, seed, theirs.run, "fused"),
             strict=True,
         ):
-            assert expected.norm() > 0.1 and (got - expected).norm() < served.setup.limit / 10 * expected.norm(), names
+            assert expected.norm() > 0.1 and (got - expected).norm() < limit * expected.norm(), names
     before = forward.sent()
     assert not any(one.any() for one in answers(ours, ("fused",), 5, graph.replay, "fused"))
     assert forward.sent() == before and all(before)
