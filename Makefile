@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: help demo test test-fast test-all stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
-	@$(PYTHON) deploy/environment.py $(VENV) 1.9 -c constraints.txt -e '.[dev]'
+	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
 	@touch $@
 
 help:

@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from lora_server import __version__, installed
 from lora_server.errors import ConfigError
@@ -97,6 +99,29 @@ def test_an_environment_of_vllm_has_what_the_plugin_and_its_tests_import():
     tests = {"prometheus-client", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "psutil", "hypothesis"}
     needed = CORE | names(extra_of("demo")) | tests
     assert not needed - pinned
+
+
+def on_disk(name, extra="", seen=None):
+    """Bytes of an installed distribution with an extra, and of all that it needs."""
+    seen = set() if seen is None else seen
+    if (name := canonical(name)) in seen:
+        return 0
+    seen.add(name)
+    found = importlib.metadata.distribution(name)
+    needed = [Requirement(one) for one in found.requires or ()]
+    needed = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
+    files = [Path(file.locate()) for file in found.files or ()]
+    own = sum(file.lstat().st_size for file in files if file.exists())
+    return own + sum(on_disk(one.name, next(iter(one.extras), ""), seen) for one in needed)
+
+
+@pytest.mark.skipif(
+    "+cpu" not in importlib.metadata.version("torch"), reason="the page has figures of torch's CPU build"
+)
+def test_the_size_that_the_page_says_before_it_begins_is_that_of_this_environment():
+    page = (ROOT / "docs/install.md").read_text()
+    said = re.search(r"With the \[CPU build\]\(\S+\) it is ([\d.]+) GB", page)
+    assert on_disk(installed.OURS, "server") / 1e9 == pytest.approx(float(said[1]), rel=0.15)
 
 
 def run(*command, **environment):
