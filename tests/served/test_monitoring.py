@@ -196,6 +196,7 @@ def test_a_browser_shows_it(server, tmp_path, size):
     assert ">the adapter's weights</td>" in elements
     assert re.search(r"hit rate</dt><dd>[0-9.]+ %</dd>", elements)
     assert elements.count("<span>loads from disk</span>") == 4
+    assert all(f">{label}</dt>" in elements for label in ("in use", "waiting for a place", "waiting for weights"))
     assert "refused</dt><dd>0</dd>" in elements and "NaN" not in elements and "undefined" not in elements
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 

@@ -40,6 +40,8 @@ operations.md: Shards of other nodes served on meanwhile, and find it again
   tests/served/test_outages.py:test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others
 operations.md: Callers see slower answers and no error
   tests/served/test_nodes.py:test_a_drained_node_is_restarted_under_load_and_no_request_fails
+operations.md: or name it in `--data-dir`
+  tests/served/test_upgrade.py:test_engines_move_to_a_second_server_and_no_request_fails
 operations.md: Callers see nothing.
   tests/served/test_upgrade.py:test_engines_move_to_a_second_server_and_no_request_fails
 """,
