@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
@@ -24,7 +24,7 @@ help:
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
 		"make paper        the paper's figures and tables, simulated: docs/paper.md" \
-		'make chaos mutants stress   faults, sabotages, and tests in random order under load: long' \
+		'make chaos mutants stress test-cluster   faults, sabotages, tests in random order, hosts that die: long' \
 		'make clean        delete the environments; each of the others makes those that it needs'
 
 demo: $(VENV)/ready
@@ -47,6 +47,10 @@ test-all: $(VENV)/ready
 	$(PYTEST) $(ARGS)
 	$(BIN)/python -m tests.chaos --short
 	$(BIN)/python -m tests.support.gpu.gpu_mutants --short
+
+# hosts that are cut off, killed and replaced: network namespaces of this machine, which takes root; test-all has a short form
+test-cluster: $(VENV)/ready
+	LORA_FAULTS=60 $(BIN)/python -m pytest -s $(or $(ARGS),tests/cluster)
 
 # every test N times in random orders, on a machine at three times its cores in load; vLLM's, too, where its environment
 # is. Some of them: ARGS="tests/served tests/vllm"

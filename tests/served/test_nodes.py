@@ -1,11 +1,6 @@
 """Servers of two nodes: no directory in common, and a network that goes away."""
 
-import contextlib
-import os
 import shutil
-import subprocess
-import time
-from dataclasses import dataclass, replace
 
 import psutil
 import pytest
@@ -13,8 +8,6 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.adapters import CONFIG, WEIGHTS
 from lora_server.demo.engine import generate
-from lora_server.demo.launch import READY_SECONDS
-from tests.support.clocks import FAST, environment
 from tests.support.fleet import Fleet, now
 from tests.support.serving import (
     HANG_SECONDS,
@@ -23,9 +16,6 @@ from tests.support.serving import (
     answers,
     ask,
     cli,
-    complete,
-    descendants,
-    flags,
     kill,
     listed,
     reached,
@@ -182,138 +172,3 @@ def test_another_host_takes_the_rank_of_a_dead_node(nodes):
     assert others() == [("up", 1), ("up", 1)]
     with nodes.attach() as lora, lora.adapters(load.names):
         load.check(generate(load.model, load.batch, NEW_TOKENS))
-
-
-# ---- two hosts on one machine: network namespaces behind a bridge, whose links can be cut
-
-NETWORK = "10.213.77"
-
-
-def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
-@dataclass(frozen=True)
-class Host:
-    """`prefix` runs a command there."""
-
-    name: str
-    address: str
-    link: str
-
-    @property
-    def prefix(self):
-        return ("nsenter", f"--net=/run/netns/{self.name}")
-
-    def cut(self):
-        ip("link", "set", self.link, "down")
-
-    def mend(self):
-        ip("link", "set", self.link, "up")
-
-
-@contextlib.contextmanager
-def hosts(count):
-    """On one switch, which this process is connected to as well; gone at the end of the block."""
-    tag, made = f"{os.getpid() % 100000}", []
-    bridge = f"lb{tag}"
-    with contextlib.ExitStack() as stack:
-        ip("link", "add", bridge, "type", "bridge")
-        stack.callback(ip, "link", "del", bridge)
-        ip("addr", "add", f"{NETWORK}.254/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for index in range(count):
-            host = Host(f"lora-{tag}-{index}", f"{NETWORK}.{index + 1}", f"lv{tag}-{index}")
-            ip("netns", "add", host.name)
-            stack.callback(ip, "netns", "del", host.name)
-            ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            stack.callback(ip, "link", "del", host.link)
-            ip("link", "set", host.link, "master", bridge, "up")
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            ip("-n", host.name, "link", "set", "lo", "up")
-            ip("-n", host.name, "link", "set", "eth0", "up")
-            made.append(host)
-        yield made
-
-
-def missing():
-    """Why there can be no such hosts here; empty where there can."""
-    try:
-        with hosts(1):
-            return ""
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"no network namespaces and bridges here (root, iproute2): {error}"
-
-
-MISSING = missing()
-BACK_SECONDS = 25.0  # 5 s, on a machine that is five times busier
-LIMIT_SECONDS = 6.0  # of leases, and of silent shards
-LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 8
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_network_that_goes_away_comes_back_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setenv(*environment(replace(FAST, shard_silence=LIMIT_SECONDS)).popitem())
-    load = workload("mixtral")
-    with contextlib.ExitStack() as stack:
-        near, far = stack.enter_context(hosts(2))
-        common = flags(load, "--layout", "ep1-pp2", "--insecure", "--lease-seconds", str(LIMIT_SECONDS))
-        nodes = stack.enter_context(Nodes(tmp_path, *common))
-        first, second = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
-        first.wait_ready(READY_SECONDS)
-        shards = [(shard.pid, shard.node) for shard in status(first.address).shards]
-        assert [node for _, node in shards] == [0, 1]
-        fleet = Fleet(load, first.address, tmp_path, ("tcp", "tcp"), prefixes=(near.prefix, far.prefix), timeout=4.0)
-        stack.enter_context(fleet)
-        fleet.all_right_again(now(), READY_SECONDS)
-        for seconds in (1, 5, LONG_SECONDS):
-            far.cut()
-            time.sleep(seconds)  # the outage itself
-            far.mend()
-            slowest = fleet.all_right_again(now(), BACK_SECONDS)
-            until(lambda: first.get("/readyz")[0] == 200, "the server is complete", BACK_SECONDS)
-            print(f"link down for {seconds} s: all engines right again {slowest:.1f} s after it was up")
-            print(dict(fleet.check()))
-        assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "none was restarted"
-        assert second.process.poll() is None
-        print(first.tail(), second.tail())
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_node_that_was_replaced_under_another_address_is_turned_away(tmp_path, monkeypatch):
-    """It is stopped, a third host takes its rank over, and it goes on."""
-    monkeypatch.setenv(*environment(replace(FAST, shard_silence=LIMIT_SECONDS)).popitem())
-    load = workload("mixtral")
-    with contextlib.ExitStack() as stack:
-        near, far, third = stack.enter_context(hosts(3))
-        nodes = stack.enter_context(Nodes(tmp_path, *flags(load, "--layout", "ep1-pp2", "--insecure")))
-        first, old = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
-        first.wait_ready(READY_SECONDS)
-        fleet = stack.enter_context(
-            Fleet(load, first.address, tmp_path, ("tcp",), prefixes=(near.prefix,), timeout=8.0)
-        )
-        fleet.all_right_again(now())
-
-        def shard_of_node_1():
-            reply = complete(first.address)
-            return reply and reply.shards[1].pid
-
-        before, stopped = shard_of_node_1(), [psutil.Process(old.process.pid), *descendants(old.process.pid)]
-        for process in stopped:
-            process.suspend()
-        try:
-            nodes.start(host=third.address, prefix=third.prefix)
-            until(lambda: shard_of_node_1() not in (None, before), "the third host has the rank")
-            fleet.all_right_again(now())
-            successor = shard_of_node_1()
-        finally:
-            for process in stopped:
-                process.resume()
-        until(lambda: "was replaced while it was away" in old.log.read_text(), "its shard is turned away")
-        until(
-            lambda: "is a node rank used twice" in old.log.read_text(), "so is the next one, while the rank is served"
-        )
-        fleet.all_right_again(now())
-        assert shard_of_node_1() == successor and fleet.check()["right"]

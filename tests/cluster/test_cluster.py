@@ -1,0 +1,131 @@
+"""Hosts of a server that are cut off, killed and replaced, under engines that check every answer."""
+
+import os
+import random
+import time
+
+import pytest
+
+from client_connector.transformers import attach
+from lora_server.demo.engine import generate
+from tests.support.cluster import NODES, Cluster
+from tests.support.hosts import switch
+from tests.support.serving import HANG_SECONDS, all_gone, until
+from tests.support.workload import NEW_TOKENS
+
+FAULTS = int(os.environ.get("LORA_FAULTS", "6"))  # `make test-cluster` sets more
+LONG_SECONDS = 35 if "LORA_FAULTS" in os.environ else 8
+
+
+@pytest.fixture(scope="module")
+def cluster(load, tmp_path_factory):
+    with switch() as wires:
+        it = Cluster(tmp_path_factory.mktemp("cluster"), load, wires)
+        yield it
+        assert it.stop() == [0] * NODES
+
+
+@pytest.fixture
+def fleet(cluster, tmp_path):
+    """Engines that are right when a test begins, and again when it ends, on a server that is complete."""
+    with cluster.fleet(tmp_path) as it:
+        cluster.heals(it)
+        yield it
+        cluster.heals(it)
+        print(f"outcomes: {dict(it.check())}")
+
+
+def test_tokens_equal_pefts_over_tls_on_four_hosts(cluster, load):
+    assert [node for node, _ in cluster.shards()] == [0, 1, 2, 3]
+    with attach(load.model, cluster.address, transport="tcp", timeout_seconds=HANG_SECONDS) as lora:
+        assert lora.client.described()["transport"] == "tls"
+        with lora.adapters(load.names):
+            load.check(generate(load.model, load.batch, NEW_TOKENS))
+
+
+def test_a_narrow_network_changes_no_token(cluster, fleet):
+    hosts = [*cluster.at, *cluster.engines]
+    for host in hosts:
+        host.narrow("1gbit")
+    cluster.heals(fleet)
+    for host in hosts:
+        host.widen()
+    assert set(fleet.check()) == {"right"}
+
+
+def test_a_host_behind_a_bad_wire_serves_as_well(cluster, fleet):
+    """1 % of its frames are lost each way, and each takes a millisecond."""
+    cluster.lose(3)
+    cluster.replace(3, cluster.switch.host(loss=0.01, delay_ms=1.0))
+    cluster.heals(fleet)
+
+
+@pytest.mark.parametrize("seconds", [1, 5, LONG_SECONDS])
+@pytest.mark.parametrize("who", ["a shard's host", "node 0", "an engine"])
+def test_a_host_that_is_cut_off_comes_back_by_itself(cluster, fleet, who, seconds):
+    host = {"a shard's host": cluster.at[2], "node 0": cluster.at[0], "an engine": cluster.engines[0]}[who]
+    before = cluster.shards()
+    host.cut()
+    time.sleep(seconds)  # the outage itself
+    host.mend()
+    print(f"{who} cut off for {seconds} s: all right again {cluster.heals(fleet):.1f} s after it was back")
+    assert cluster.shards() == before, "none was restarted"
+
+
+def test_another_host_takes_the_place_of_one_that_died(cluster, fleet):
+    """Under another address, which engines learn from the server."""
+    cluster.lose(2)
+    before = cluster.shards()
+    cluster.replace(2, cluster.switch.host())
+    print(f"a host replaced: all right again after {cluster.heals(fleet):.1f} s")
+    after = cluster.shards()
+    assert [node for node, _ in after] == [0, 1, 2, 3] and after[2] != before[2]
+    assert [*after[:2], after[3]] == [*before[:2], before[3]], "no other shard was restarted"
+
+
+def test_a_host_that_was_replaced_does_not_come_back(cluster, fleet):
+    """It only stood still: its processes go on, and find that their rank is another's."""
+    stopped = cluster.stopped(1)
+    until(lambda: cluster.states() == ["up", "lost", "up", "up"], "node 0 has noticed")
+    cluster.replace(1, cluster.switch.host())
+    cluster.heals(fleet)
+    replaced_by = cluster.shards()
+    for process in stopped:
+        process.resume()
+    all_gone(stopped)
+    cluster.heals(fleet)
+    assert cluster.shards() == replaced_by
+
+
+def test_node_0_comes_back_at_its_address(cluster, fleet):
+    """Shards keep what they have; requests for adapters wait, and none is answered wrongly."""
+    before = cluster.shards()
+    cluster.lose(0)
+    cluster.restart_first()
+    print(f"node 0 restarted: all right again after {cluster.heals(fleet):.1f} s")
+    assert cluster.shards()[1:] == before[1:], "no other shard was restarted"
+
+
+@pytest.mark.parametrize("seed", range(FAULTS))
+def test_any_fault_of_a_host_is_survived(cluster, fleet, seed):
+    chance = random.Random(seed)
+    rank = chance.randrange(NODES)
+    kind = chance.choice(["cut", "cut an engine", "stop", "kill", "replace"])
+    time.sleep(chance.uniform(0, 1))  # engines are anywhere in a step
+    if kind.startswith("cut"):
+        host = chance.choice(cluster.engines) if kind == "cut an engine" else cluster.at[rank]
+        host.cut()
+        time.sleep(chance.uniform(0.1, 8))
+        host.mend()
+    elif kind == "stop":
+        stopped = cluster.stopped(rank)
+        time.sleep(chance.uniform(0.1, 8))
+        for process in stopped:
+            process.resume()
+    else:
+        cluster.lose(rank)
+        if not rank:
+            cluster.restart_first()
+        else:
+            cluster.replace(rank, cluster.switch.host() if kind == "replace" else cluster.at[rank])
+    print(f"{kind} {rank}: all right again after {cluster.heals(fleet):.1f} s")

@@ -1,0 +1,114 @@
+"""A server of one shard per node over hosts of a switch, with TLS, and engines on hosts of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from lora_server.demo.launch import READY_SECONDS, RunningServer, launch
+from tests.support.certificates import Authority
+from tests.support.fleet import Fleet, now
+from tests.support.hosts import Host, Switch
+from tests.support.serving import all_gone, descendants, kill, reached, status, stop, until
+from tests.support.workload import Workload
+
+NODES, ENGINES = 4, 2
+SILENCE_SECONDS = 6.0  # of leases, and of silent shards
+BACK_SECONDS = 60.0  # for all to be right again, on a machine that is five times busier
+STEP_SECONDS = 4.0  # an engine's timeout
+
+
+class Cluster:
+    """`at` are the hosts of the nodes, by rank; `fleet` are engines that check every answer."""
+
+    def __init__(self, directory: Path, load: Workload, switch: Switch) -> None:
+        self.directory, self.load, self.switch = directory, load, switch
+        self.authority = Authority(directory)
+        os.environ["LORA_SERVER_TLS_CA"] = str(self.authority.ca)  # of engines, and of this process
+        self.at = [switch.host() for _ in range(NODES)]
+        self.engines = [switch.host() for _ in range(ENGINES)]
+        self.nodes: list[RunningServer] = []
+        for rank, host in enumerate(self.at):
+            self.nodes.append(self.start(rank, host))
+        self.wait_ready(READY_SECONDS)
+
+    @property
+    def address(self) -> str:
+        """The address of node 0."""
+        return self.nodes[0].address
+
+    def start(self, rank: int, host: Host, *more: str) -> RunningServer:
+        """Start a node on a host; does not wait."""
+        load, number = self.load, len(list(self.directory.glob("log*")))
+        certificate, key = self.authority.issue(f"node{number}", address=host.address)
+        data = self.directory / f"data {rank} {host.address}"
+        flags = ["--base-model", str(load.base), "--layout", "ep2-pp2", "--nodes", str(NODES), "--node-rank", str(rank)]
+        flags += ["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-ca", str(self.authority.ca)]
+        flags += ["--insecure", "--lease-seconds", str(SILENCE_SECONDS), "--data-dir", str(data)]
+        own = ["--controller", self.address] if rank else ["--adapters", str(load.adapters)]
+        return launch(self.directory / f"log{number}", *flags, *own, *more, host=host.address, prefix=host.prefix)
+
+    def wait_ready(self, seconds: float = BACK_SECONDS) -> None:
+        """Wait until every shard is up and the server admits requests."""
+
+        def is_ready() -> bool:
+            reply = reached(self.address)
+            return reply is not None and reply.ready and {one.state for one in reply.shards} == {"up"}
+
+        until(is_ready, "every shard is up", seconds)
+
+    def fleet(self, scratch: Path) -> Fleet:
+        """Start an engine on each host of engines."""
+        prefixes = [host.prefix for host in self.engines]
+        return Fleet(self.load, self.address, scratch, ("tcp",) * ENGINES, prefixes=prefixes, timeout=STEP_SECONDS)
+
+    def heals(self, fleet: Fleet) -> float:
+        """Wait until every engine is right and every shard is up; return the seconds until the slowest was right."""
+        slowest = fleet.all_right_again(now(), BACK_SECONDS)
+        self.wait_ready()
+        fleet.all_right_again(now(), BACK_SECONDS)
+        fleet.check()
+        return slowest
+
+    def replace(self, rank: int, host: Host) -> None:
+        """Start a node in the place of one that is gone, on another host."""
+        self.nodes[rank], self.at[rank] = self.start(rank, host), host
+
+    def restart_first(self) -> None:
+        """Start node 0 again, with its address, flags and disk."""
+        ports = {"--listen": self.nodes[0].address, "--http": self.nodes[0].http}
+        again = self.start(0, self.at[0], *(word for pair in ports.items() for word in pair))
+        again.address, again.http = self.nodes[0].address, self.nodes[0].http
+        self.nodes[0] = again
+
+    def states(self) -> list[str]:
+        """The state of every shard."""
+        return [one.state for one in status(self.address).shards]
+
+    def lose(self, rank: int) -> None:
+        """Kill all processes of a node at once, as if its host had gone."""
+        kill(self.nodes[rank])
+
+    def stopped(self, rank: int) -> list[psutil.Process]:
+        """Stop all processes of a node where they are; returns them."""
+        root = psutil.Process(self.nodes[rank].process.pid)
+        family = [root, *descendants(root.pid)]
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        return family
+
+    def shards(self) -> list[tuple[int, int]]:
+        """The node and the process of every shard."""
+        return [(one.node, one.pid) for one in status(self.address).shards]
+
+    def stop(self) -> Sequence[int]:
+        """End all nodes, node 0 last; returns exit codes."""
+        family = [one for node in self.nodes for one in descendants(node.process.pid)]
+        codes = [stop(node) for node in reversed(self.nodes)]
+        all_gone(family)
+        os.environ.pop("LORA_SERVER_TLS_CA")
+        return codes
