@@ -116,6 +116,7 @@ class RemoteSession(Session):
         self._tickets = itertools.count(1)
         self._left = threading.Event()
         self.links: list[Link] = []
+        self.endpoints: list[pb.Endpoint] = []  # of the shards, when it joined
         request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
         request.MergeFrom(server.joins)
         try:
@@ -153,6 +154,7 @@ class RemoteSession(Session):
             place = gathered(lease.place, lambda: calls.place(deadline), lambda: calls.status().reason, deadline)
             self.links += connect_world(place, self.terms, self._server.device, lambda: self.calls.lost is None)
             return
+        self.endpoints = list(lease.endpoints)
         hello = Hello(lease.client, lease.epoch, lease.key, generation=lease.generation)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":

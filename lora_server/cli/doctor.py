@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import EXIT_ERROR, JsonOption, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, JsonOption, ServerOption, print_json, run
 from lora_server.config import ServeConfig, load
 
 if TYPE_CHECKING:
@@ -22,17 +22,24 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option(help="Also run the checks of a start with this YAML file. (default: none)")
     ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check what an engine on this machine would meet at --server, instead.")
+    ] = False,
+    server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, with a cure for each problem."""
+    """Check this machine, with a cure for each problem.
+
+    With --cluster it joins a running server as an engine does: are all ports reachable, do versions and clocks agree,
+    and how fast are steps to every shard from here?
+    """
 
     def command() -> None:
         from lora_server import logs
-        from lora_server.doctor import Machine, Outcome, diagnose
+        from lora_server.doctor import Outcome
 
-        settings = load({}, config) if config is not None else load({"base_model": NO_MODEL})
         logs.configure()  # to stderr: stdout is for the findings
-        findings = diagnose(Machine(), _resources(settings), _starts(settings) if config is not None else {})
+        findings = _of_cluster(server) if cluster else _of_machine(config)
         if as_json:
             print_json([vars(finding) for finding in findings])
         else:
@@ -41,6 +48,19 @@ def doctor(
             raise typer.Exit(EXIT_ERROR)
 
     run(command)
+
+
+def _of_machine(config: Path | None) -> list[Finding]:
+    from lora_server.doctor import Machine, diagnose
+
+    settings = load({}, config) if config is not None else load({"base_model": NO_MODEL})
+    return diagnose(Machine(), _resources(settings), _starts(settings) if config is not None else {})
+
+
+def _of_cluster(server: str) -> list[Finding]:
+    from lora_server.demo.cluster_check import check
+
+    return list(check(server))
 
 
 def _starts(settings: ServeConfig) -> dict[str, Callable[[], str]]:

@@ -118,7 +118,9 @@ class Switch:
         command = [sys.executable, "-m", "tests.support.bad_wire", *ends, str(loss), str(delay_ms)]
         wire = children.start(command, stdout=subprocess.PIPE)
         self._stack.callback(children.stop, wire)
-        assert wire.stdout is not None and wire.stdout.readline() == b"up\n"
+        assert wire.stdout is not None
+        with wire.stdout:
+            assert wire.stdout.readline() == b"up\n"
         run("ip", "link", "set", ends[0], "netns", self._inside.pid, "name", host.link)
         run("ip", "link", "set", ends[1], "netns", host.inside.pid, "name", "eth0")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter
 
+from lora_server import __version__
 from lora_server.control.adapters.catalog import name_of
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.controller import Controller
@@ -24,6 +26,8 @@ def status(controller: Controller) -> pb.StatusReply:
     down, layout = controller.degraded, controller.agreement.layout
     reason, refused, queue = controller.not_ready(), adapters.catalog.refusals.listed(), adapters.admission.queue
     return pb.StatusReply(
+        version=__version__,
+        now=time.time(),
         model=controller.agreement.spec.name,
         layout=str(layout),
         generation=controller.agreement.generation,
