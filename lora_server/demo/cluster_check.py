@@ -53,7 +53,7 @@ def check(address: str) -> Iterator[Finding]:
     try:
         asked = time.time()
         reply = directory.status()
-        yield from _server(address, reply, asked, time.time())
+        yield from server_findings(address, reply, asked, time.time())
         session = RemoteServer(address, links=False).join(SECONDS)
         try:
             reached = [_port(endpoint, _node(reply, endpoint.shard)) for endpoint in session.endpoints]
@@ -68,7 +68,8 @@ def check(address: str) -> Iterator[Finding]:
         directory.close()
 
 
-def _server(address: str, reply: pb.StatusReply, asked: float, answered: float) -> Iterator[Finding]:
+def server_findings(address: str, reply: pb.StatusReply, asked: float, answered: float) -> Iterator[Finding]:
+    """Judge a status that was asked for and answered at these times of this machine's clock."""
     yield ok("server", f"{address} answers in {1e3 * (answered - asked):.1f} ms")
     if reply.version != __version__:
         yield warning("version", f"the server's is {reply.version}, this one {__version__}", "install one everywhere")
@@ -119,7 +120,7 @@ def _paths(address: str, directory: AdapterDirectory) -> Iterator[Finding]:
         paths = {shard: _path(client, held, shard, site) for shard, (held, site) in sorted(chosen.items())}
     finally:
         client.close()
-    yield from _compared(paths)
+    yield from compared(paths)
 
 
 def _sites(client: Client, held: Held) -> dict[int, Site]:
@@ -165,7 +166,8 @@ def _messages(client: Client, batch: Batch, shard: int, site: Site) -> list[Mess
     return route_experts(batch, chosen, owners, most)
 
 
-def _compared(paths: Mapping[int, ShardPath]) -> Iterator[Finding]:
+def compared(paths: Mapping[int, ShardPath]) -> Iterator[Finding]:
+    """Warn of each shard with a network that is clearly slower than the others'."""
     rate = statistics.median(one.gb_per_s for one in paths.values())
     trip = statistics.median(one.round_trip_us for one in paths.values())
     for shard, path in paths.items():

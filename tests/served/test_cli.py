@@ -383,3 +383,18 @@ def test_registering_many_tells_how_far_it_is(tmp_path):
     assert controller.not_ready() == ""
     said = [(line["done"], line["total"]) for line in lines if line["event"] == "registering"]
     assert said == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_the_doctor_joins_a_server_as_an_engine_does(server):
+    """What a slow or broken network adds: tests/cluster."""
+    done = cli("doctor", "--cluster", "--json", "--server", server.address)
+    found = json.loads(done.stdout)
+    shards = len(status(server.address).shards)
+    expected = ["server", "version", "clock", *[f"shard {shard}" for shard in range(shards)] * 2]
+    assert done.returncode == 0 and [one["check"] for one in found] == expected, done
+    assert {one["state"] for one in found[: 3 + shards]} == {"ok"}
+
+
+def test_the_doctor_says_where_no_server_is():
+    done = cli("doctor", "--cluster", "--server", f"127.0.0.1:{free_ports()}")
+    assert done.returncode == 1 and "start it, or give its address by --server" in done.stdout

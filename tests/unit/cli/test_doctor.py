@@ -6,9 +6,12 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from packaging.requirements import Requirement
 
+from lora_server import __version__
 from lora_server.address import Address
+from lora_server.demo.cluster_check import ShardPath, compared, server_findings
 from lora_server.doctor import Machine, NodeResources, Outcome, diagnose, gpu, host, network, software
 from lora_server.host_memory import available_bytes, container_bytes
+from lora_server.wire import lora_server_pb2 as pb
 
 WELL = {
     "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable:   33554432 kB\n",
@@ -127,3 +130,25 @@ def test_no_limit_of_an_old_control_group_is_none():
     group = {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "999\n"}
     written = {"/proc/meminfo": WELL["/proc/meminfo"]} | {f"/sys/fs/cgroup/memory/{k}": v for k, v in group.items()}
     assert container_bytes(written.get) is None and available_bytes(written.get) == 32 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("version", "now", "ready", "wrong"),
+    [
+        (__version__, 1000.4, True, []),
+        ("9.9", 1000.0, True, ["version"]),
+        (__version__, 1007.0, True, ["clock"]),
+        (__version__, 993.0, True, ["clock"]),
+        (__version__, 1000.0, False, ["server"]),
+    ],
+)
+def test_a_server_of_another_version_or_time(version, now, ready, wrong):
+    reply = pb.StatusReply(version=version, now=now, ready=ready, reason="shards not up: [2]")
+    found = list(server_findings("h:7400", reply, 999.0, 1001.0))
+    assert [one.check for one in found if one.state is Outcome.WARNING] == wrong
+    assert all(one.cure for one in found if one.state is not Outcome.OK)
+
+
+def test_a_shard_that_is_far_from_the_others_in_speed_is_named():
+    paths = {0: ShardPath(100.0, 2.0), 1: ShardPath(120.0, 1.9), 2: ShardPath(110.0, 0.4), 3: ShardPath(900.0, 2.1)}
+    assert [one.check for one in compared(paths) if one.state is Outcome.WARNING] == ["shard 2", "shard 3"]
