@@ -73,7 +73,6 @@ class Cluster:
         """Wait until every engine is right and every shard is up; return the seconds until the slowest was right."""
         slowest = self.engines.all_right_again(now(), BACK_SECONDS)
         self.wait_ready()
-        self.engines.all_right_again(now(), BACK_SECONDS)
         self.engines.check()
         return slowest
 
