@@ -24,7 +24,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
 from tests.support.postgres import host_of, running_postgres
-from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, listed, stop, until
+from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -52,12 +52,12 @@ def ready(address):
 class Pair:
     """A node with a controller, and a second controller. `leader` and `standby` are as they were when last asked."""
 
-    def __init__(self, directory, load, url):
+    def __init__(self, directory, load, url, *more):
         (directory / "token").write_text(TOKEN)
         self.addresses = [free_address(), free_address()]
         self.address = ",".join(self.addresses)
         shared = "--controller", self.address, "--join-token-file", str(directory / "token")
-        self.flags = flags(load, "--layout", "ep2-pp1", "--adapter-root", "/", *shared)
+        self.flags = flags(load, "--layout", "ep2-pp1", "--adapter-root", "/", *shared, *more)
         self.url, self.directory, self.all = url, directory, {}
 
     def start(self, index):
@@ -76,7 +76,8 @@ class Pair:
         return self.directory / f"way{index}"
 
     def connect(self, index):
-        self.way(index).symlink_to(host_of(self.url))
+        if not self.way(index).exists():
+            self.way(index).symlink_to(host_of(self.url))
 
     def cut_off(self, *indices):
         """Take the database away from these: they have no connection, and make no new one."""
@@ -253,6 +254,30 @@ def test_a_standby_that_starts_alone_leads_and_the_node_joins_it(postgres, load,
         until(lambda: standby.get("/readyz") == (503, "shards not up: [0, 1]\n"), "it leads, without shards")
         node = pair.start(0)
         assert pair.wait_settled() == (standby, node)
+
+
+@pytest.mark.long
+def test_the_death_of_node_0_fails_no_request_where_there_are_a_standby_and_a_replica(postgres, load, tmp_path):
+    """All processes of the host at once: the leader, and a twin of each shard."""
+    more = "--nodes", "2", "--replicas", "2", "--device-pool", "64MiB", "--failover-ms", "1000"
+    with Pair(tmp_path, load, postgres, *more) as pair:
+        node = pair.start(0)
+        node.wait_ready()
+        pair.all["other"] = launch(tmp_path / "other", *pair.flags, "--node-rank", "1")
+        standby = pair.start(1)
+        assert pair.wait_settled() == (node, standby)
+        with Fleet(load, pair.address, tmp_path, ("shm", "tcp")) as fleet:
+            fleet.all_right_again(now())
+            kill(pair.all.pop(0))
+            until(lambda: ready(standby.address), "the standby leads, with one of the twins each")
+            assert server_status(pair.address).degraded == "shards [0, 1] are down; their twins serve"
+            until(lambda: pair.changes("Add", name="late", uri=str(load.paths["qv"])), "changes are possible")
+            fleet.all_right_again(now())
+            node = pair.start(0)
+            until(lambda: not server_status(pair.address).degraded, "the twins are back")
+            assert pair.wait_settled() == (standby, node)
+            fleet.all_right_again(now())
+            assert set(fleet.check()) == {"right"}
 
 
 # ---- the lock and the epoch
