@@ -38,7 +38,7 @@ class PlanFlags(WorkloadFlags):
     from_adapters: Annotated[
         str | None, "Read ranks and sites from a directory, a server's HOST:PORT or its list (default: none)."
     ] = None
-    iar: Annotated[float | None, "Immediate Admissibility Rate to reach (default: the TTFT objective's share)."] = None
+    iar: Annotated[float | None, "Immediate admission rate to reach (default: the TTFT objective's share)."] = None
     window: Annotated[
         float | None, "Length in seconds of the trace's peak to size for (default: 1/48 of it, or 1,000 requests)."
     ] = None
