@@ -33,7 +33,7 @@ leaders = Table(
 )
 
 
-class Leader(NamedTuple):
+class LastLeader(NamedTuple):
     """The controller that led last, as the database knows it; epoch 0: none has."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Leadership:
         self.has_lock = False  # as of the last look
         self._tries_from = 0.0  # when `attempt` may have the lock
         self.epoch = 0  # of this controller's lead
-        self.leader = Leader(0, "")  # as of the last look
+        self.leader = LastLeader(0, "")  # as of the last look
 
     def attempt(self) -> bool:
         """Try to lead; return whether this controller does now. False, too, while the database is away, and until a
@@ -117,10 +117,10 @@ class Leadership:
             session.invalidate()
             session.close()
 
-    def _read(self, connection: Connection, locks: bool = False) -> Leader:
+    def _read(self, connection: Connection, locks: bool = False) -> LastLeader:
         query = select(leaders.c.epoch, leaders.c.address).where(leaders.c.server == self._server)
         row = connection.execute(query.with_for_update(read=True) if locks else query).one_or_none()
-        return Leader(*row) if row is not None else Leader(0, "")
+        return LastLeader(*row) if row is not None else LastLeader(0, "")
 
     def _count_up(self) -> int:
         """Count the epoch up; waits for writes of the last leader that have begun. Raises DBAPIError."""
