@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 from lora_server import logs, telemetry
-from lora_server.address import Address
+from lora_server.address import ControllerList
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
@@ -96,8 +96,7 @@ def open_channel(address: str, credentials: Credentials | None = None, apart: bo
     closes it. Without credentials it takes those of the environment. `apart`: on a connection of its own. Raises
     ConfigError."""
     try:
-        for one in address.split(","):
-            Address.parse(one)
+        ControllerList.parse(address)
     except ConfigError as error:
         raise ConfigError(f"address of the server: {error}") from None
     credentials = of_environment() if credentials is None else credentials
