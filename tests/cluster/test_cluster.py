@@ -1,7 +1,10 @@
 """Hosts of a server that are cut off, killed and replaced, under engines that check every answer."""
 
+import json
 import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,7 +13,7 @@ from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from tests.support.cluster import NODES, Cluster
 from tests.support.hosts import switch
-from tests.support.serving import HANG_SECONDS, all_gone, until
+from tests.support.serving import HANG_SECONDS, stop, until
 from tests.support.workload import NEW_TOKENS
 
 FAULTS = int(os.environ.get("LORA_FAULTS", "3"))  # `make test-cluster` sets more
@@ -84,18 +87,18 @@ def test_another_host_takes_the_place_of_one_that_died(cluster):
     assert [*after[:2], after[3]] == [*before[:2], before[3]], "no other shard was restarted"
 
 
-def test_a_host_that_was_replaced_does_not_come_back(cluster):
-    """It only stood still: its processes go on, and find that their rank is another's."""
-    stopped = cluster.stopped(1)
+def test_a_host_that_was_replaced_takes_nothing_back(cluster):
+    """It only stood still: its processes go on, and are turned away. They stand by until their rank is free."""
+    old, stopped = cluster.nodes[1], cluster.stopped(1)
     until(lambda: cluster.states() == ["up", "lost", "up", "up"], "node 0 has noticed")
     cluster.replace(1, cluster.switch.host())
     cluster.heals()
     replaced_by = cluster.shards()
     for process in stopped:
         process.resume()
-    all_gone(stopped)
+    until(lambda: "was replaced while it was away" in old.log.read_text(), "its shard is turned away")
     cluster.heals()
-    assert cluster.shards() == replaced_by
+    assert cluster.shards() == replaced_by and stop(old) == 0
 
 
 def test_node_0_comes_back_at_its_address(cluster):
@@ -130,3 +133,30 @@ def test_any_fault_of_a_host_is_survived(cluster, seed):
         else:
             cluster.replace(rank, cluster.switch.host() if kind == "replace" else cluster.at[rank])
     print(f"{kind} {rank}: all right again after {cluster.heals():.1f} s")
+
+
+def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
+    """`doctor --cluster` from an engine's host, with a cure for each."""
+
+    def found():
+        command = [sys.executable, "-m", "lora_server", "doctor", "--cluster", "--json", "--server", cluster.address]
+        done = subprocess.run([*cluster.engines_at[0].prefix, *command], capture_output=True, text=True, check=False)
+        lines = json.loads(done.stdout)
+        assert done.returncode == any(one["state"] == "failed" for one in lines)
+        assert all(one["cure"] for one in lines if one["state"] != "ok")
+        return [(one["check"], one["state"], one["found"]) for one in lines]
+
+    well = found()
+    assert [(check, state) for check, state, _ in well[:3]] == [(one, "ok") for one in ("server", "version", "clock")]
+    assert [check for check, _, _ in well[3:]] == [f"shard {shard}" for shard in range(NODES)] * 2, well
+    assert all(state == "ok" and "MTU 1,500" in text for _, state, text in well[3:7])
+    cluster.at[3].narrow("10mbit")
+    narrow = found()
+    cluster.at[3].widen()
+    assert {state for check, state, _ in narrow if check == "shard 3"} == {"ok", "warning"}, narrow
+    cluster.at[3].cut()
+    cut = found()
+    cluster.at[3].mend()
+    told = [text for check, state, text in cut if state == "failed" and ("shard 3" in check or "shards [3]" in text)]
+    assert told, cut
+    cluster.wait_ready()
