@@ -9,10 +9,12 @@ adapter comes. Two engines take turns:
     admitted   schedules a request once its adapter has a place; steps wait for weights (before: all engines)
     loaded     schedules it once its adapter is loaded, or will be within the pass (now: serving engines)
 
-"disk": the adapter is on disk. "remote": its files are at a URL that answers after --fetch-seconds, and steps time out
-after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token, and "alone" as many
-passes without a cold request; "first" is the cold request's time to its first token. A void pass of a warm request was
-computed for nothing.
+"disk": the adapter is on disk. "remote": its files are at a URL that answers after --fetch-seconds, and steps time
+out after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token, and "alone" as many
+passes without a cold request; "first" is the cold request's time to its first token. Its first pass has its prompt's
+rows and a third adapter, so it takes longer even if the adapter is loaded: "joined" is that pass, "again" that of the
+same request once its adapter is loaded, and "x joined" is the passes' p99 over that of "alone" and "again" together. A
+void pass of a warm request was computed for nothing.
 """
 
 from __future__ import annotations
@@ -163,8 +165,9 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
                     for way in WAYS:
                         with engines.going(way) as engine:
                             lone = alone(engine, LAYERS * LAYER_SECONDS)
-                            found = beside(engine, next(turn), next(numbers))
-                        seen.setdefault(("disk", way), []).append(found | {"alone": lone})
+                            found = beside(engine, name := next(turn), next(numbers))
+                            again = beside(engine, name, next(numbers))["seconds"][-1:]
+                        seen.setdefault(("disk", way), []).append(found | {"alone": lone, "again": again})
             version = add_remote(server.address, f"{url}/a{ADAPTERS - 1}") if remote_rounds else ""
             SlowFiles.seconds = fetch_seconds
             cache = DiskCache(work / "cache", Size(share=0.5))
@@ -177,13 +180,13 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
                             make_remote(server.address, cache, version)
                             lone = alone(engine, LAYERS * LAYER_SECONDS)
                             found = beside(engine, REMOTE, next(numbers))
-                        seen.setdefault((REMOTE, way), []).append(found | {"alone": lone})
+                        seen.setdefault((REMOTE, way), []).append(found | {"alone": lone, "again": []})
     return [row(case, way, found) for (case, way), found in seen.items()]
 
 
 def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One line of the table."""
-    passes, lone = ([one for each in found for one in each[key]] for key in ("seconds", "alone"))
+    passes, lone, again = ([one for each in found for one in each[key]] for key in ("seconds", "alone", "again"))
     first = [one["first"] for one in found]
     return {
         "case": case,
@@ -194,6 +197,9 @@ def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "pass_p99_ms": p99(passes) * 1e3,
         "p50_ratio": statistics.median(passes) / statistics.median(lone),
         "p99_ratio": p99(passes) / p99(lone),
+        "joined_ms": statistics.median(each["seconds"][-1] for each in found) * 1e3,
+        "again_ms": statistics.median(again or [float("nan")]) * 1e3,
+        "joined_ratio": p99(passes) / p99(lone + again),
         "first_ms": statistics.median(first) * 1e3,
         "void": sum(one["void"] for one in found),
         "failed": ", ".join(sorted({one["failed"] for one in found if one["failed"]})) or "-",
@@ -208,6 +214,7 @@ def p99(seen: Sequence[float]) -> float:
 COLUMNS = (
     "adapter {case} | engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | "
     "pass p50 {pass_p50_ms:.1f} | p99 {pass_p99_ms:.1f} | x p50 {p50_ratio:.2f} | x p99 {p99_ratio:.2f} | "
+    "joined ms {joined_ms:.1f} | again {again_ms:.1f} | x joined {joined_ratio:.2f} | "
     "first ms {first_ms:.0f} | void {void:d} | cold failed {failed} | passes {passes:d}"
 )
 
