@@ -44,7 +44,7 @@ class Steps:
         row_bytes, scales = self.x.shape[1] * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(ROWS, self.dtype)
         at = slot.request_offsets(1, entries, flags, ROWS * row_bytes, scales)
         header, memory = self.header(self.seq, at.end - slot.HEADER_BYTES, seconds), self.link.region.request(self.seq)
-        header = header._replace(flags=flags, num_entries=entries)
+        header = header._replace(flags=flags | slot.WAITS_FOR_WEIGHTS, num_entries=entries)
         header.pack_into(memory)
         np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, entries]
         if combined:
