@@ -36,7 +36,7 @@ from client_connector.serving.tables import StepTables
 from client_connector.serving.watchdog import Watchdog
 from kernels_cuda.routing import MAX_KEYS, Choice, Route
 from lora_server.device.client.captured import CapturedSite
-from lora_server.errors import AdapterError, ConfigError, LoraServerError
+from lora_server.errors import AdapterError, AdapterNotLoadedError, ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.timings import Timings
 from lora_server.wire.terms import Terms
@@ -161,7 +161,9 @@ class KernelSites(SiteSteps):
             return
         captured, worst = min(wrong, key=lambda one: isinstance(one[1], AdapterError))
         self._fail(worst)
-        if isinstance(worst, AdapterError):
+        if isinstance(worst, AdapterNotLoadedError):
+            self._failures.spare(dict.fromkeys(worst.handles, worst))
+        elif isinstance(worst, AdapterError):
             last = captured.last()
             site = Site(last.layer, PROJECTIONS[last.projection])
             self._failures.spare_innocent(site, lambda handle: self.links.probe(captured, last, self._dtype, handle))

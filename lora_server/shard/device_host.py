@@ -22,7 +22,8 @@ from lora_server.device.host.connection import GpuConnection
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Note
 from lora_server.device.host.world_connection import WorldConnection
-from lora_server.device.protocol.codes import MAX_LINKS, CommandKind, NoteKind, Refusal
+from lora_server.device.protocol import layout
+from lora_server.device.protocol.codes import MAX_LINKS, MAX_TENANTS, CommandKind, NoteKind, Refusal
 from lora_server.errors import LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
@@ -59,6 +60,7 @@ class KernelClients:
         self.free = list(range(MAX_LINKS))  # a heap: the poller looks at all links up to the last that is taken
         self.gone: queue.SimpleQueue[int] = queue.SimpleQueue()  # clients that disconnected
         self.carrying = set[Carrier]()  # those with steps on their way
+        self._tenants: dict[str, int] = {}  # by name: where the kernel has its share
 
     def update(self) -> None:
         """Connect clients that came, and revoke those that went: a link is free once the kernel has given it up."""
@@ -124,7 +126,14 @@ class KernelClients:
         self.at[seat.link] = seat
         self._kernel.reserve_link(seat.link)
         self._hold(seat)
-        self._post(CommandKind.CONNECT, seat.link, self._kernel.arguments.connect_words(seat.link, end.words))
+        words = end.words | self._share(connection)
+        self._post(CommandKind.CONNECT, seat.link, self._kernel.arguments.connect_words(seat.link, words))
+
+    def _share(self, connection: Connection) -> dict[str, int]:
+        """Return CONNECT's words about the client's tenant, and about its SLO class."""
+        grant = connection.grant
+        tenant = self._tenants.setdefault(grant.tenant, min(len(self._tenants), MAX_TENANTS - 1))
+        return layout.share_words(tenant, grant.weight, grant.step_us)
 
     def _hold(self, seat: KernelSeat) -> None:
         """Tell the kernel which handles the client's steps may name."""

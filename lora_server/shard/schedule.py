@@ -30,10 +30,9 @@ from typing import NamedTuple
 
 from lora_server.errors import LoraServerError
 from lora_server.transport.base import Connection
-from lora_server.wire.slot import MOST_ROWS, STEP_ROWS, RequestHeader
+from lora_server.wire.slot import AHEAD_ROWS, MOST_ROWS, STEP_ROWS, RequestHeader
 
 MOST_BEGUN = 4  # steps that are begun at a time: each keeps its buffers
-AHEAD_ROWS = 1024  # that a client with an SLO class may be ahead of its share
 _START, _ORDER, _START_BY = map(attrgetter, ("share.start", "share.order", "share.start_by_ns"))
 
 
@@ -94,10 +93,13 @@ class FairShare:
     def pick(self, pending: Iterable[PendingStep]) -> PendingStep | None:
         """Return the step to serve now, or to go on with; None if none is ready."""
         ready = [step for step in pending if not step.blocked]
-        return self.among(ready) if ready else None
+        picked = self.among(ready) if ready else None
+        if picked is not None:
+            picked.connection.finish = picked.share.finish
+        return picked
 
     def among(self, ready: list[PendingStep], begin: bool = True) -> PendingStep | None:
-        """Pick from one or more ready steps. `begin`: also one that was not begun."""
+        """Choose from one or more ready steps. `begin`: also one that was not begun. The caller charges the client."""
         for step in ready:
             if not step.share.cost:  # it has just become ready
                 its_cost, start = cost(step.header), max(self._now, step.connection.finish)
@@ -112,8 +114,6 @@ class FairShare:
             latest = self._now + AHEAD_ROWS
             urgent = [step for step in choice if step.share.start_by_ns and step.share.finish <= latest]
             picked = min(urgent, key=_START_BY) if urgent else min(choice, key=_ORDER, default=None)
-        if picked is not None:
-            picked.connection.finish = picked.share.finish
         return picked
 
 
@@ -146,6 +146,7 @@ class TenantShare:
         if step is None:
             return None
         connection = step.connection
+        connection.finish = step.share.finish
         if connection.client not in self._picked:
             its_cost = step.share.cost / connection.grant.weight
             self._picked[connection.client] = connection.epoch, step.seq, connection.grant.tenant, its_cost

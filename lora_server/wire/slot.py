@@ -43,6 +43,7 @@ OK, FAILED = 0, 1
 MAX_WINDOWS = 3
 MAX_BUDGET_US = 3_600_000_000  # a longer budget counts as this one
 STEP_ROWS, MOST_ROWS = 8, 65536  # of a client's share: a step costs its rows, so many at most, and STEP_ROWS
+AHEAD_ROWS = 1024  # that a client with an SLO class may be ahead of its share
 
 # name, struct code, count: the order is the layout
 REQUEST_FIELDS = (

@@ -99,7 +99,7 @@ def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(
     never = handle_of(500, 1)
     host.tier.know(never)
     host.aim(steps, never)
-    assert steps.step(seconds=0.2) == "step_timeout"
+    assert steps.step(seconds=0.2) == "adapter_not_loaded"
     host.tier.forget(never)
     host.aim(steps, host.load(tiny_adapters["all"], eager=False))
     assert isinstance(steps.step(), torch.Tensor)

@@ -13,11 +13,19 @@ DEVICE void fill_response(lora_response& r, int status, const Link& k, uint64 se
     r.payload_bytes = payload, r.received_ns = r.started_ns = r.done_ns = 0;
 }
 
+// The character of a text that names a handle: its digits, from the first # on.
+DEVICE char with_handle(const char* text, int at, int first, unsigned handle) {
+    if (text[at] != '#') return text[at];
+    for (int place = at - first; place < 9; place++) handle /= 10;
+    return static_cast<char>('0' + handle % 10);
+}
+
 // A typed error as the answer to `seq`; a whole warp calls it, with shared memory for the header.
-DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response& header, int lane) {
+DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, unsigned handle, lora_response& header, int lane) {
     const char* text = text_of(refusal);
-    int length = 0;
+    int length = 0, digits = 0;
     while (text[length]) length++;
+    while (digits < length && text[digits] != '#') digits++;
     if (lane == 0) fill_response(header, LORA_FAILED, k, seq, length);
     sync_warp();
     const uint64 slot = response_slot(k, seq), signal = k.response_signal, word = LORA_SIGNAL(k.epoch, seq);
@@ -27,7 +35,7 @@ DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response
         store(reinterpret_cast<uint64*>(to) + lane, reinterpret_cast<const uint64*>(&header)[lane]);
     unsigned chars = 0;
     for (int i = 0; i < 4; i++)
-        if (lane * 4 + i < length) chars |= static_cast<unsigned>(static_cast<unsigned char>(text[lane * 4 + i])) << (8 * i);
+        if (lane * 4 + i < length) chars |= static_cast<unsigned>(static_cast<unsigned char>(with_handle(text, lane * 4 + i, digits, handle))) << (8 * i);
     store(reinterpret_cast<unsigned*>(to + LORA_HEADER_BYTES) + lane, chars);
     sync_warp();
     uint64* const far = reinterpret_cast<uint64*>(mapped(signal, pe));

@@ -15,9 +15,9 @@ import torch
 from kernels_cuda.launch import DTYPE_NAMES, Workspace
 from kernels_cuda.residency import LANES
 from lora_server.device.protocol import layout
-from lora_server.device.protocol.codes import CONNECT_WORDS, MAX_LINKS, ORDERS, KernelRole
+from lora_server.device.protocol.codes import CONNECT_WORDS, MAX_LINKS, MAX_TENANTS, ORDERS, KernelRole
 from lora_server.device.protocol.gpu import Gpu
-from lora_server.device.protocol.layout import LINK, ORDER_BYTES, SERVE, parts
+from lora_server.device.protocol.layout import LINK, ORDER_BYTES, SERVE, TENANT, parts
 from lora_server.spec import PROJECTIONS, ModelSpec
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
@@ -50,6 +50,7 @@ class ServeArguments:
             num_projections=len(PROJECTIONS),
         )
         self.point("orders", self._zeros(ORDERS * ORDER_BYTES))
+        self.point("tenants", self._zeros(MAX_TENANTS * TENANT.itemsize))
         self.point("sites", self.on_gpu(_sites(spec)))
         self.point("followers", self._zeros(LANES * TURN.itemsize))
         if in_codes:

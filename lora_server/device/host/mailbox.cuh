@@ -33,9 +33,17 @@ DEVICE bool Poller::look_at_mailbox(uint64 launch) {
 // Lane 2 + i has word i of the Link.
 DEVICE void Poller::connect(int l, uint64 word) {
     if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
-    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull), store(&s.links[l].busy, 0ull), store(&s.links[l].row, ~0);
+    Link& k = s.links[l];
+    if (lane == 0) store(&k.served, 0ull), store(&k.had, 0ull), store(&k.busy, 0ull), store(&k.row, ~0), store(&k.waited, 0ull);
     const uint64 its_epoch = shuffle_long(word, 2);
     sync_warp();
+    if (lane == 0 && s.role == FOLLOWS) store(&k.tenant, 0ull), store(&k.step_ns, 0ull);  // its leader decides
+    sync_warp();
+    if (load(&k.tenant) && !several) {
+        several = true;
+        if (lane == 0) store(&s.several, 1ull);
+        sync_warp();
+    }
     if (is_mine(l)) here |= bit_of(l), blocked &= ~bit_of(l), ready &= ~bit_of(l);
     if (rounds <= l / LANES) rounds = l / LANES + 1;
     clear_row(l);

@@ -5,10 +5,12 @@
 #include "answer.cuh"
 #include "copy.cuh"
 
-constexpr uint64 STEP_ROWS = LORA_STEP_ROWS, MOST_ROWS = LORA_MOST_ROWS;  // of a share: shard/schedule.py
+constexpr uint64 STEP_ROWS = LORA_STEP_ROWS, MOST_ROWS = LORA_MOST_ROWS, AHEAD_ROWS = LORA_AHEAD_ROWS;  // shard/schedule.py
+constexpr uint64 ROW_NS = 32;  // that a row takes, roughly: what a deadline has to spare for it
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = LORA_MAX_BUDGET_US;
 constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears what its clients hold
+constexpr uint64 WEIGHTS_NS = LORA_WEIGHTS_NS;  // for which a client's steps wait for weights: shard/patience.py
 
 // Of the step at hand, whose client is `whose`: where its link, site and first tables are, a look costs no trip to memory.
 struct PollerMemory {
@@ -31,13 +33,13 @@ struct Poller {
     unsigned here = 0, blocked = 0, ready = 0;
     const uint64* signal = nullptr;  // of the lane's client that was looked at last
     // the same in all lanes
-    uint64 turn, done, taken, noted, active, share;  // share: the least start of those that are ready
+    uint64 turn, done, taken, noted, active, share;  // share: of the only tenant, the least start of its ready steps
     int rounds = 0;  // of LANES clients, up to the last that is here
     int whose = -1;      // step is in m; -1: no client's
     bool sited = false;  // so is its site
     int is_ready = -1;   // whose step was found to lack nothing, in this scan
     int tickets;
-    bool draining;
+    bool draining, several;  // several: tenants
 
     DEVICE Poller(Serve& serve, PollerMemory& memory, int its_lane) : s(serve), m(memory), lane(its_lane), links(serve.links) {
         for (int l = lane; l < s.num_links; l += LANES)
@@ -45,8 +47,8 @@ struct Poller {
         rounds = s.num_links / LANES;
         forget_rounds();
         turn = load_l2(&s.turn), done = load_l2(&s.done), taken = load_l2(&s.taken), noted = load_l2(&s.noted);
-        tickets = static_cast<int>(load_l2(&s.tickets)), share = load_l2(&s.share);
-        draining = load_l2(&s.draining);
+        tickets = static_cast<int>(load_l2(&s.tickets)), share = load_l2(&s.tenants->share);
+        draining = load_l2(&s.draining), several = load_l2(&s.several);
         active = together(now_ns());
         claim_rows();
     }
@@ -186,6 +188,7 @@ struct Poller {
             Link& its_link = s.links[l];
             store(&its_link.received, now), store(&its_link.expires, now + budget * 1000);
             store(&its_link.ticket, tickets), store(&its_link.asked, static_cast<int>(NOTHING_ASKED));
+            store(&its_link.start_by, h.step_class == LORA_DECODE && k.step_ns ? now + k.step_ns - ROW_NS * cost() : 0);
             blocked |= bit_of(l);
         }
         if (lane == 0) m.link.received = now, m.link.expires = now + budget * 1000;
@@ -194,20 +197,44 @@ struct Poller {
         if (lane == 0) store(&s.tickets, static_cast<uint64>(static_cast<unsigned>(tickets)));
         if (!sane) make_ready(l, seq);  // the checks say what is wrong with it
     }
-    // The step at hand.
-    DEVICE void make_ready(int l, uint64 seq) {
+    // Of the step at hand.
+    DEVICE uint64 cost() const {
         const uint64 wide = m.request.num_rows > m.request.num_entries ? m.request.num_rows : m.request.num_entries;
         const uint64 rows = wide > m.request.num_out_rows ? wide : m.request.num_out_rows;
-        const uint64 had = m.link.had, start = had > share ? had : share;
-        const uint64 cost = s.role == FOLLOWS ? 0 : STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS);  // its age decides there
+        return STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS);
+    }
+    // The step at hand.
+    DEVICE void make_ready(int l, uint64 seq) {
+        const uint64 least = several ? load(&s.tenants[m.link.tenant].share) : share;
+        const uint64 had = m.link.had, start = had > least ? had : least;
+        const uint64 finish = start + (s.role == FOLLOWS ? 0 : cost());  // its age decides there
         if (is_mine(l)) {
-            store(&s.links[l].start, start), store(&s.links[l].finish, start + cost);
+            store(&s.links[l].start, start), store(&s.links[l].finish, finish);
             blocked &= ~bit_of(l), ready |= bit_of(l);
         }
         sync_warp();
-        if (lane == 0) m.link.start = start, m.link.finish = start + cost;
+        if (lane == 0) m.link.start = start, m.link.finish = finish;
         sync_warp();
-        tell_all(READY, l, seq, 0);
+        tell_all(READY, l, seq, s.tells_all ? load(&s.links[l].start_by) : 0);
+    }
+    // For how long the client's earlier steps have waited for weights, without what it regained since.
+    DEVICE uint64 used_ns() const {
+        const uint64 regained = m.link.received - m.link.waited_at;
+        return m.link.waited > regained ? m.link.waited - regained : 0;
+    }
+    // Until when the step at hand waits for weights: its refusal reaches a client before the client's own deadline.
+    DEVICE uint64 patience_ends() const {
+        const uint64 of_budget = (m.link.expires - m.link.received) / 10 * 9, used = used_ns();
+        const uint64 of_client = used < WEIGHTS_NS ? WEIGHTS_NS - used : 0;
+        const bool waits = m.request.flags & LORA_WAITS_FOR_WEIGHTS || of_budget < of_client;
+        return m.link.received + (waits ? of_budget : of_client);
+    }
+    // The step at hand waits for weights no more.
+    DEVICE void note_wait(int l) {
+        if (load(&s.links[l].asked) != ASKED) return;
+        const uint64 now = together(now_ns()), waited = used_ns() + now - m.link.received;
+        if (is_mine(l)) store(&s.links[l].waited, waited), store(&s.links[l].waited_at, now);
+        sync_warp();
     }
 
     // Whether its client holds what it names, the weights are here, and its leader has numbered it; or its time is over.
@@ -231,13 +258,15 @@ struct Poller {
         const unsigned lacking = votes(lacks.weights);
         const int handle = lacking ? shuffle(static_cast<int>(lacks.handle), first_bit(lacking)) : 0;
         if (!lacking && numbered) {
+            note_wait(l);
             if (!votes(lacks.unknown)) is_ready = l;
             make_ready(l, seq);
             return;
         }
-        const bool late = together(now_ns()) >= expires;
+        const bool late = together(now_ns()) >= (lacking ? patience_ends() : expires);
         if (late || draining) {
-            refuse(l, seq, !late ? DRAINING : lacking ? TOO_LATE : NOT_NUMBERED);
+            note_wait(l);
+            refuse(l, seq, !late ? DRAINING : lacking ? NOT_LOADED : NOT_NUMBERED, handle);
         } else if (!lacking || (load(&k.asked) != ASKED && note(PREFETCH, l, seq, handle))) {
             if (is_mine(l)) store(&s.links[l].asked, static_cast<int>(lacking ? ASKED : ALL_HERE));
             sync_warp();
@@ -253,37 +282,100 @@ struct Poller {
         share = m.link.start;
         return l;
     }
-    // The least finish, the oldest of equals: of each lane's, and of those of all lanes.
-    DEVICE int pick() {
-        const int only = only_one();
-        if (only >= 0) return only;
-        int best = -1, its = 0;
-        uint64 ends = 0, least = ~0ull;
-        for (unsigned left = ready; left; left &= left - 1) {
-            const Link& k = s.links[lane + LANES * first_bit(left)];
-            const uint64 end = load(&k.finish), begin = load(&k.start);
-            const int age = load(&k.ticket);
-            least = begin < least ? begin : least;
-            if (best < 0 || goes_first(end, age, ends, its)) best = lane + LANES * first_bit(left), its = age, ends = end;
+    // A ready step of a client. The least key goes first, the oldest of equals.
+    struct Candidate { int link, age; uint64 key; };
+    DEVICE static void offer(Candidate& best, int link, int age, uint64 key) {
+        if (best.link < 0 || goes_first(key, age, best.key, best.age)) best = {link, age, key};
+    }
+    DEVICE static bool goes_first(uint64 key, int age, uint64 than, int its) {
+        return key < than || (key == than && is_older(age, its));
+    }
+    DEVICE static bool is_older(int age, int its) {
+        return static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0;
+    }
+    // Of those that lanes have found; `least` becomes the least of theirs. No client where none has found one.
+    DEVICE Candidate first_of_lanes(const Candidate& mine, uint64& least) {
+        Candidate best = {-1, 0, 0};
+        const uint64 its_least = least;
+        for (unsigned lanes = votes(mine.link >= 0); lanes; lanes &= lanes - 1) {
+            const int from = first_bit(lanes);
+            const uint64 other = shuffle_long(its_least, from);
+            if (best.link < 0 || other < least) least = other;
+            offer(best, shuffle(mine.link, from), shuffle(mine.age, from), shuffle_long(mine.key, from));
         }
-        unsigned lanes = votes(best >= 0);
-        if (!lanes) return -1;
-        const int mine = best, its_age = its, first = first_bit(lanes);
-        const uint64 its_end = ends, its_least = least;
-        best = shuffle(mine, first), its = shuffle(its_age, first);
-        ends = shuffle_long(its_end, first), least = shuffle_long(its_least, first);
-        for (lanes &= lanes - 1; lanes; lanes &= lanes - 1) {
-            const int from = first_bit(lanes), other = shuffle(mine, from), age = shuffle(its_age, from);
-            const uint64 end = shuffle_long(its_end, from), begin = shuffle_long(its_least, from);
-            if (begin < least) least = begin;
-            if (goes_first(end, age, ends, its)) best = other, its = age, ends = end;
-        }
-        share = least;
         return best;
     }
-    DEVICE static bool goes_first(uint64 end, int age, uint64 than, int its) {
-        const bool older = static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0;
-        return end < than || (end == than && older);
+    // The next step of one tenant, whose clients are `its` of the lane, or -1; `least`: the least start of its ready steps.
+    // The least finish; but what has a deadline, and is not far ahead of its share, goes first, by its deadline.
+    DEVICE int first_of(unsigned its, uint64& least) {
+        int fair = -1;
+#pragma unroll 1
+        for (bool urgent = false;; urgent = true) {
+            Candidate mine = {-1, 0, 0};
+            bool has_class = false;
+            uint64 begins = ~0ull;
+            for (unsigned left = its; left; left &= left - 1) {
+                const int l = lane + LANES * first_bit(left);
+                const uint64 begin = load(&links[l].start), finish = load(&links[l].finish), start_by = load(&links[l].start_by);
+                begins = begin < begins ? begin : begins;
+                has_class |= start_by != 0;
+                if (!urgent || (start_by && finish <= least + AHEAD_ROWS)) offer(mine, l, load(&links[l].ticket), urgent ? start_by : finish);
+            }
+            const int found = first_of_lanes(mine, begins).link;
+            if (urgent) return found >= 0 ? found : fair;
+            fair = found, least = begins;
+            if (!votes(has_class)) return fair;
+        }
+    }
+    // Those of `some` that are clients of a tenant.
+    DEVICE unsigned of_tenant(uint64 tenant, unsigned some) const {
+        unsigned its = 0;
+        for (; some; some &= some - 1)
+            if (load(&links[lane + LANES * first_bit(some)].tenant) == tenant) its |= some & ~(some - 1);
+        return its;
+    }
+    // Of each tenant's first step the one whose tenant would have had the least behind it, by its weight.
+    // Few registers are left beside clients' blocks (kernels_cuda/residency.py), so `first_of` has one caller.
+    DEVICE int pick() {
+        const int only = several ? -1 : only_one();
+        if (only >= 0) return only;
+        int best = -1, best_age = 0;
+        const double tenants_share = load(&s.tenants_share);
+        double best_end = 0, now = tenants_share;
+        unsigned left = ready;
+        for (unsigned lanes = votes(left); lanes; lanes = votes(left)) {
+            const int any = shuffle(lane + LANES * first_bit(left), first_bit(lanes));
+            const uint64 tenant = several ? load(&links[any].tenant) : 0;
+            const unsigned its = several ? of_tenant(tenant, left) : left;
+            left &= ~its;
+            uint64 least;
+            const int first = first_of(its, least), age = load(&links[first].ticket);
+            if (!several) {
+                share = least;
+                return first;
+            }
+            const double before = load(&s.tenants[tenant].had), had = before < tenants_share ? tenants_share : before;
+            const double end = had + rows_of(first) * load(&links[first].slowness);
+            if (best < 0 || had < now) now = had;
+            if (best < 0 || end < best_end || (end == best_end && is_older(age, best_age))) best = first, best_age = age, best_end = end;
+            sync_warp();
+            if (lane == 0) store(&s.tenants[tenant].had, had), store(&s.tenants[tenant].share, least);
+            sync_warp();
+        }
+        if (lane == 0 && best >= 0) store(&s.tenants_share, now);
+        sync_warp();
+        return best;
+    }
+    // That the client's ready step costs.
+    DEVICE double rows_of(int l) const { return static_cast<double>(load(&links[l].finish) - load(&links[l].start)); }
+    // The client, and its tenant, for the step at hand.
+    DEVICE void charge(int l) {
+        const Link& k = m.link;
+        if (is_mine(l)) store(&s.links[l].had, k.finish);
+        Tenant& its = s.tenants[several ? k.tenant : 0];
+        const double cost = static_cast<double>(k.finish - k.start) * k.slowness;
+        if (lane == 0 && several) store(&its.had, load(&its.had) + cost);
+        if (lane == 0 && !several) store(&its.had, cost), store(&its.share, share);  // ahead of one that comes by its last step
     }
 
     DEVICE void order(int l) {
@@ -291,8 +383,7 @@ struct Poller {
         const lora_request& h = m.request;
         const uint64 seq = m.link.served + 1;
         if (!sited) keep_site(has_site(s, h) ? site_of(s, h) : Site());
-        if (lane == 0) store(&s.share, share);
-        if (is_mine(l)) store(&s.links[l].had, m.link.finish);
+        charge(l);
         int why = check_counts(s, h, m.site, m.link.request_bytes);
         if (!why) why = check_tables(h, m.site, tables(), lane);
         if (!why && lane == 0) write_order(seq);
@@ -350,9 +441,9 @@ struct Poller {
         r.received_ns = k.received, r.started_ns = now_ns();
     }
 
-    DEVICE void refuse(int l, uint64 seq, int why) {
+    DEVICE void refuse(int l, uint64 seq, int why, int handle = 0) {
         read_step(l);
-        answer_refusal(m.link, seq, why, m.response, lane);
+        answer_refusal(m.link, seq, why, handle, m.response, lane);
         settle(l, seq);
         note(REFUSED, l, seq, why);
     }

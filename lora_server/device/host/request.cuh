@@ -4,7 +4,7 @@
 #include "peer.cuh"
 #include "protocol.cuh"
 
-// code\nmessage, as in write_failure of shard/request.py; at most 127 characters.
+// code\nmessage, as in write_failure of shard/request.py; at most 127 characters. A handle is written over ten #.
 DEVICE const char* text_of(int refusal) {
     switch (refusal) {
         case BAD_HEADER: return "protocol\ngot another header than that of this client, epoch, seq and version, no class, or too many segments";
@@ -17,7 +17,7 @@ DEVICE const char* text_of(int refusal) {
         case UNKNOWN_ADAPTER: return "unknown_adapter\nthe step names an adapter that is not here; was it removed?";
         case MISPLACED: return "protocol\nan expert of the step is not on this shard; placements differ, join again";
         case BAD_DTYPE: return "protocol\ngot rows of another dtype than this server's; start it with the engine's --dtype";
-        case TOO_LATE: return "step_timeout\nthe weights were not loaded before the client's deadline; wait longer, or prefetch";
+        case NOT_LOADED: return "adapter_not_loaded\nhandles ##########: the weights are still loading; wait until the adapter is loaded";
         case DRAINING: return "shard_unavailable\nthe shard is draining; the next request joins another, or waits";
         case NOT_HELD: return "permission_denied\nthe step names an adapter that its client does not hold; acquire it first";
         case BAD_WIRE: return "protocol\ngot rows of another wire than this server's (--wire): both ends must be of a version that knows it; join again";

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from lora_server.timings import Timings
 from lora_server.wire import slot
 
 MAX_LINKS = 1024  # of a shard's kernel; a lane of its poller has 32 of them, a bit each
-CONNECT_WORDS = 11  # of layout.LINK
+CONNECT_WORDS = 14  # of layout.LINK
+MAX_TENANTS = 1024  # of which a shard's kernel keeps shares; the last is shared by all that come later
 ORDERS, COMMANDS, NOTES = 4, 16, 64  # places for each, which are used in turn
 HANDLE_BITS = 16  # of a handle's index; above it lie 15 bits of its generation
 UNEVEN = -1  # tiles of each expert: first_tile is where the experts' places begin
@@ -60,7 +62,7 @@ class Refusal(IntEnum):
     UNKNOWN_ADAPTER = 8
     MISPLACED = 9
     BAD_DTYPE = 10
-    TOO_LATE = 11
+    NOT_LOADED = 11
     DRAINING = 12
     NOT_HELD = 13
     BAD_WIRE = 14
@@ -78,6 +80,7 @@ class KernelRole(IntEnum):
 
 NUMBERS = {name: value for name, value in globals().items() if isinstance(value, int)}  # those above
 NUMBERS |= {"MAX_BUDGET_US": slot.MAX_BUDGET_US, "STEP_ROWS": slot.STEP_ROWS, "MOST_ROWS": slot.MOST_ROWS}
+NUMBERS |= {"AHEAD_ROWS": slot.AHEAD_ROWS, "WEIGHTS_NS": round(Timings.weights * 1e9)}
 ENUMS = {
     LinkStatus: "LINK_",
     CommandKind: "",

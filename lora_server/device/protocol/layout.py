@@ -39,7 +39,7 @@ CLIENT = _words(
 LINK = _words(
     256,
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
-    *("response_signal", "response_bytes", "tables", "pe", "served", "had"),
+    *("response_signal", "response_bytes", "tables", "pe", "tenant", "slowness", "step_ns", "served", "had"),
 )
 ENTRY = np.dtype(
     [
@@ -53,6 +53,7 @@ ENTRY = np.dtype(
     ]
 )
 HERE = (1 << 64) - 1  # a link's pe: the other end's memory is mapped, and in no heap
+TENANT = np.dtype([("had", "<f8"), ("share", "<u8")])
 SITE = np.dtype([("in_width", "<i4"), ("out_width", "<i4"), ("experts", "<i4"), ("unused", "<i4")])
 COMMAND = np.dtype([("kind", "<u8"), ("link", "<u8"), ("words", "<u8", 14)])
 NOTE = np.dtype([("kind", "<u8"), ("link", "<u8"), ("seq", "<u8"), ("what", "<u8")])
@@ -91,6 +92,7 @@ _SERVE_WORDS = (
     "followers",
     "numbers",
     "other_partial",
+    "tenants",
 )
 SERVE = _struct(
     512,
@@ -98,10 +100,11 @@ SERVE = _struct(
     **{name: (8 * len(_SERVE_WORDS) + 4 * i, "<i4") for i, name in enumerate(_SERVE_NUMBERS)},
     turn=(256, "<u8"),
     left=(264, "<u8"),
-    **{name: (384 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "share", "draining"))},
+    **{name: (384 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "several", "draining"))},
     taken=(424, "<u8"),
     noted=(432, "<u8"),
     number=(440, "<u8"),
+    tenants_share=(448, "<f8"),
 )
 
 
@@ -115,3 +118,9 @@ def handle_of(index: int, generation: int) -> int:
 def parts(handle: int) -> tuple[int, int]:
     """Return index and generation of a handle."""
     return handle & ((1 << HANDLE_BITS) - 1), handle >> HANDLE_BITS
+
+
+def share_words(tenant: int, weight: float, step_us: int) -> dict[str, int]:
+    """Return CONNECT's words about a client's share: its tenant's number and weight, its SLO class's time per step."""
+    (slowness,) = np.array([1 / weight], "<f8").view("<u8")
+    return {"tenant": tenant, "slowness": int(slowness), "step_ns": 1000 * step_us}

@@ -10,7 +10,7 @@ constexpr int MAX_LINKS = LORA_MAX_LINKS;
 constexpr int ORDERS = LORA_ORDERS;
 constexpr int COMMANDS = LORA_COMMANDS, COMMAND_WORDS = 16, NOTES = LORA_NOTES;
 
-// A client as the shard's kernel knows it. The words up to `pe` come with CONNECT; the poller alone writes the rest.
+// A client as the shard's kernel knows it. The words up to `step_ns` come with CONNECT; the poller alone writes the rest.
 struct alignas(128) Link {
     uint64 epoch;  // 0: no client
     uint64 client, depth;
@@ -18,15 +18,22 @@ struct alignas(128) Link {
     uint64 response_slots, response_signal, response_bytes;  // the client's
     uint64 tables;  // here: header, segments and maps of its oldest step, copied before they are looked at
     uint64 pe;      // the client's: see peer.cuh
+    uint64 tenant;    // whose client it is: an index of `tenants`
+    double slowness;  // 1 / its weight
+    uint64 step_ns;   // within which a decode step should be answered, by the client's SLO class; 0: none
     uint64 served;  // the newest step that was ordered or refused
     uint64 had;     // where its share stands: shard/schedule.py
     uint64 busy;    // the turn of its newest order
     // of its oldest step, as long as the poller has it
     uint64 received, expires, start, finish;  // the last two in its share: before the step, and behind it
+    uint64 start_by;                          // its deadline - cost; 0: it has none
     int ticket, asked;
     int row, unused_too;  // a follower's: where its leader's numbers are; below 0: not found yet. See leader.cuh
-    uint64 unused[12];
+    uint64 waited, waited_at;  // for weights, so long and until then: shard/patience.py
+    uint64 unused[6];
 };
+// Where a tenant's share stands among others', and its clients' among each other: shard/schedule.py.
+struct alignas(16) Tenant { double had; uint64 share; };
 constexpr int CONNECT_WORDS = LORA_CONNECT_WORDS;
 enum Asked { NOTHING_ASKED, ASKED, ALL_HERE };  // the host for weights; whether there is no need to
 
@@ -83,6 +90,7 @@ struct alignas(128) Serve {
     const uint64* followers;  // [LANES]: a leader's, where each has its table; 0: none
     uint64 numbers;  // a follower's table; 0 while it has no leader
     float* other_partial;  // of every second turn: some blocks may read one turn's while others write the next one's
+    Tenant* tenants;  // [MAX_TENANTS]
     int max_entries, max_rank, table_bytes, dtype;  // dtype: of rows that travel
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     int num_links;  // there is room for: 32, 64 ... MAX_LINKS
@@ -92,6 +100,7 @@ struct alignas(128) Serve {
     uint64 left;               // the last launch whose poller has left
     alignas(128) uint64 done;  // the newest turn that was answered
     uint64 sent;               // blocks that have sent their part, ever
-    uint64 tickets, share, draining, taken, noted;
+    uint64 tickets, several, draining, taken, noted;  // several: there were clients of more than one tenant
     uint64 number;  // the newest
+    double tenants_share;  // the least of those that were ready
 };

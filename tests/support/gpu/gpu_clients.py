@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from lora_server.device.protocol import layout
-from lora_server.device.protocol.codes import CommandKind, LinkStatus, NoteKind
+from lora_server.device.protocol.codes import CommandKind, KernelRole, LinkStatus, NoteKind
+from lora_server.errors import rebuild
 from lora_server.wire import slot
 from lora_server.wire.slot import ResponseHeader
 from tests.support.gpu import gpu_weights as weights
@@ -36,6 +37,7 @@ class Client:
         self.link = shard.links_of[index]
         self.bodies = weights.BODIES_IN_CODES if world.library.in_codes else weights.BODIES
         self.reference = reference(world.library.in_codes)
+        self.tenant, self.weight, self.step_us = 0, 1.0, 0
         self.since = 0  # notes that were there when it joined
         self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
 
@@ -53,7 +55,8 @@ class Client:
     def join(self) -> Waiting:
         self.epoch, self.seq = self.epoch + 1, 0
         pe = layout.HERE if self.is_here else self.index + 1
-        words = [*self.words(DEVICE).values(), address(self.places.tables), pe]
+        share = layout.share_words(self.tenant, self.weight, self.step_us)
+        words = [*self.words(DEVICE).values(), address(self.places.tables), pe, *share.values()]
         yield from self.shard.post(CommandKind.CONNECT, self.link, *words)
         self.since = len(self.shard.notes)
 
@@ -109,8 +112,11 @@ class Client:
             assert body is None, f"a sound step was refused: {payload!r}"
         elif code == "unknown_adapter":
             assert body is not None and any(handle not in self.shard.known for handle in handles), payload
+        elif code == "adapter_not_loaded":
+            (named,) = rebuild(code, payload.decode().partition("\n")[2]).handles
+            assert body is None or (named in handles and any(handle not in ready for handle in handles))
         elif code == "step_timeout":
-            assert body is None or any(handle not in ready for handle in handles)
+            assert body is None or self.shard.serve["role"] == KernelRole.FOLLOWS
         elif code == "permission_denied":
             assert body is None or any(map(self.is_foreign, handles)), payload
         else:

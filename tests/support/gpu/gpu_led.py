@@ -15,7 +15,7 @@ import torch
 from kernels_cuda.residency import LANES
 from lora_server.device.protocol.codes import MAX_LINKS, KernelRole, NoteKind
 from tests.support.gpu.gpu_clients import WildClient
-from tests.support.gpu.gpu_schedules import drive, replay, restarts
+from tests.support.gpu.gpu_schedules import drive, give_tenants, replay, restarts
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting, new_pages
 from tests.support.gpu.gpu_weights import BODIES, DEPTH, Body
 from tests.support.gpu.gpu_world import World, address
@@ -175,11 +175,11 @@ def play(seed: int, library: ctypes.CDLL) -> dict[str, int]:
     handles = stage.adapter(), stage.adapter(1)
     assert len(set(handles)) == 2 and HANDLES > 1
     members = [Member(stage, i) for i in range(chooser.randint(2, 4))]
+    give_tenants((part for member in members for part in member.parts), chooser)
     others = [restarts(shard, chooser.randrange(3)) for shard in stage.shards]
     drive(stage.world, stage, [member.run(3, handles) for member in members], others, stage.chooser)
     stage.turns(3)
-    links = {link: i + 7 for i, link in enumerate(stage.leader.links_of)}
-    replay(stage.leader.notes, stage.logs[0], links)
+    replay(stage.leader.notes, stage.logs[0], {member.led.link: member.led for member in members})
     ordered = stage.judge()
     assert ordered == sum(member.following.answered for member in members)
     return {"steps": ordered, "launches": sum(shard.launches for shard in stage.shards)}

@@ -44,7 +44,7 @@ class Scene:
         self.shard.stopped = True
 
     def replay(self) -> None:
-        replay(self.shard.notes, self.log, {client.link: client.id for client in self.clients})
+        replay(self.shard.notes, self.log, {client.link: client for client in self.clients})
 
     def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
         """A step of a client, whatever becomes of it: what it added."""

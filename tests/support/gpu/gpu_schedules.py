@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
 import torch
 
 from kernels_cuda.residency import LANES
 from lora_server.device.protocol.codes import CommandKind, NoteKind, Refusal
-from lora_server.shard.schedule import FairShare, PendingStep
+from lora_server.shard import schedule
+from lora_server.shard.schedule import NOT_READY, PendingStep, TenantShare
+from lora_server.transport.base import Grant
+from lora_server.wire import slot
 from tests.support.gpu.gpu_clients import Client, GpuClient, WildClient
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting
 from tests.support.gpu.gpu_weights import VARIANTS, reference
@@ -22,19 +26,21 @@ Note = tuple[int, int, int, int]  # kind, link, seq, what
 
 
 def replay(
-    notes: list[Note], log: dict[tuple[int, int, int], bytes], client_of: dict[int, int], share: int = 0,
+    notes: list[Note], log: dict[tuple[int, int, int], bytes], clients: Mapping[int, Client], share: int = 0,
     in_codes: bool = False,
 ) -> int:  # fmt: skip
     """Decide again, by the Python loop's rule and checks, what the kernel decided: same order, same refusals.
 
-    Returns how many steps were ordered; raises AssertionError at the first decision that differs.
+    `clients`: by link. `share`: where the first tenant's began. Returns how many steps were ordered; raises
+    AssertionError at the first decision that differs.
     """
-    rule, pending, connections, ordered, tickets = FairShare(), dict[int, PendingStep](), {}, 0, 0
-    rule._now = share
+    rule, pending, connections, ordered, tickets = TenantShare(), dict[int, PendingStep](), {}, 0, 0
+    rule._tenants["0"] = first = schedule._Tenant()
+    first.clients._now = share
 
     def checked(link: int, seq: int) -> tuple[object, object]:
         """Header and request, as far as they are sound."""
-        client, epoch = client_of.get(link, 0), connections[link].epoch
+        client, epoch = clients[link].id, connections[link].epoch
         return reference(in_codes).check(log[client, epoch, seq], client, epoch & 0xFFFFFFFF, seq)
 
     for kind, link, seq, what in notes:
@@ -42,7 +48,9 @@ def replay(
             pending.clear()
         elif kind == NoteKind.CHANGED:
             pending.pop(link, None)
-            connections[link] = SimpleNamespace(client=client_of.get(link, 0), epoch=what, finish=0)
+            if (its := clients.get(link)) is not None:
+                grant = Grant(link, what, b"", str(its.tenant), its.weight)
+                connections[link] = SimpleNamespace(client=link, epoch=what, grant=grant, finish=0)
         elif kind == NoteKind.TAKEN:
             header, _ = checked(link, seq)
             assert (what == Refusal.NOTHING_WRONG) == (header is not None), (Refusal(what), header)
@@ -51,10 +59,13 @@ def replay(
                 assert link not in pending, "a client's oldest step is taken once"
                 pending[link] = PendingStep(connections[link], seq, header, tickets, 0)
         elif kind == NoteKind.READY:
-            assert pending[link].blocked
-            pending[link].pin = 0
+            step = pending[link]
+            assert step.blocked
+            has_deadline = clients[link].step_us and step.header.step_class == slot.DECODE
+            assert bool(what) == bool(has_deadline), "a decode step of a class has a deadline, and no other"
+            step.pin, step.share = 0, NOT_READY._replace(start_by_ns=what)
         elif kind == NoteKind.ORDERED:
-            picked = rule.pick(pending.values())
+            picked = rule.pick(pending)
             assert picked is pending[link] and picked.seq == seq, f"link {link} seq {seq} was not next"
             _, request = checked(link, seq)
             assert (what in PROTOCOL) == (request is None), (Refusal(what), request)
@@ -63,8 +74,18 @@ def replay(
                 ordered += 1
         elif kind == NoteKind.REFUSED:
             step = pending.pop(link, None)
-            assert what != Refusal.TOO_LATE or (step is not None and step.blocked)
+            assert what != Refusal.NOT_LOADED or (step is not None and step.blocked)
     return ordered
+
+
+def give_tenants(clients: Iterable[Client], chooser: random.Random) -> None:
+    """Make clients those of one or of several tenants, some of them with an SLO class. Weights are powers of two, so
+    that sums of shares are exact."""
+    tenants = chooser.choice([1, 2, 3])
+    for client in clients:
+        client.tenant = chooser.randrange(tenants)
+        client.weight = (1.0, 4.0, 0.5)[client.tenant]
+        client.step_us = chooser.choice([0, 1, 50])
 
 
 def adapters(shard: Shard, rounds: int) -> Waiting:
@@ -129,11 +150,12 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     if shard.steady:
         shard.serve["idle_ns"] = 50_000_000
     shard.serve["tickets"] = chooser.choice([0, chooser.randrange(0x7FFFFFF4, 0x7FFFFFFF)])
-    shard.serve["share"] = share = chooser.choice([0, 2**40])
+    shard.tenants[0]["share"] = share = chooser.choice([0, 2**40])
     shard.launch()
     log = dict[tuple[int, int, int], bytes]()
     clients: list[Client] = [GpuClient(world, shard, i, log) for i in range(chooser.randint(1, 3))]
     clients.append(WildClient(world, shard, len(clients), log))
+    give_tenants(clients, rounds)
     if chooser.random() < 0.5:
         shard.foreign = (clients[-1].link, chooser.randrange(HANDLES))
     working: list[Waiting] = [client.run(steps) for client in clients]
@@ -144,7 +166,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     for _ in range(3):
         world.run(QUANTUM)
         shard.pump()
-    ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share, library.in_codes)
+    ordered = replay(shard.notes, log, {client.link: client for client in clients}, share, library.in_codes)
     used, turn = int(shard.used.max()), int(shard.serve["turn"])
     assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
     found = {"steps": ordered, "launches": shard.launches, "answers": sum(client.answered for client in clients)}

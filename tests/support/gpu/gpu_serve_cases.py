@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 
 import numpy as np
 
 from lora_server.device.protocol import layout
-from lora_server.device.protocol.codes import CommandKind, NoteKind
+from lora_server.device.protocol.codes import NUMBERS, CommandKind, NoteKind
+from lora_server.wire import slot
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_scene import Scene, in_turn
 from tests.support.gpu.gpu_shard import Waiting
@@ -16,6 +18,7 @@ from tests.support.gpu.gpu_weights import BODIES, DEPTH
 from tests.support.gpu.gpu_world import address
 
 PATIENCE_NS = 2_000_000_000  # step.cuh
+WEIGHTS_NS = NUMBERS["WEIGHTS_NS"]
 
 
 def a_step_is_ordered_in_eight_trips(library: ctypes.CDLL) -> None:
@@ -200,6 +203,59 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 
     stay, comes = scene.clients[:-1], scene.clients[-1]
     scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (2, 1, 3, 0), strict=True)), comes_anew(comes))
+    scene.replay()
+
+
+def tenants_share_by_weight(library: ctypes.CDLL) -> None:
+    """A tenant of three clients has no more than one of a single client, which weighs twice as much; and one that comes
+    again begins where the others are."""
+    scene = Scene(library, clients=0, wild=4, links=(5, 37, 6, 7), idle_ns=2**60)
+    for client, tenant in zip(scene.clients, (0, 1, 1, 1), strict=True):
+        client.tenant, client.weight = tenant, (2.0, 1.0)[tenant]
+        scene.do(client.join())
+
+    def steps(client: WildClient) -> Waiting:
+        for _ in range(8):
+            yield from client.steps([BODIES[client.index]] * DEPTH, scene.handles)
+
+    scene.do(*map(steps, scene.clients[1:]))
+    scene.do(*map(steps, scene.clients))
+    scene.replay()
+
+
+def a_class_goes_first_within_its_share(library: ctypes.CDLL) -> None:
+    """Its decode steps pass others by their deadlines, until its client is AHEAD_ROWS ahead."""
+    scene = Scene(library, clients=0, wild=3, idle_ns=2**60)
+    scene.clients[0].step_us, scene.clients[1].step_us = 50, 20
+    scene.do(*(client.join() for client in scene.clients))
+
+    def steps(client: WildClient) -> Waiting:
+        for _ in range(40):
+            yield from client.steps([BODIES[3]] * DEPTH, scene.handles)
+
+    scene.do(*map(steps, scene.clients))
+    scene.replay()
+
+
+def a_step_waits_for_weights_as_long_as_its_client_says(library: ctypes.CDLL) -> None:
+    """Steps of a client share WEIGHTS_NS, unless they say that they wait: then each has nine tenths of its budget."""
+    scene = Scene(library, clients=0, wild=1, idle_ns=2**60)
+    (client,), world, late = scene.clients, scene.world, scene.shard.begin(1, 1)
+    waiting = copy.copy(BODIES[0])
+    waiting.flags |= slot.WAITS_FOR_WEIGHTS
+    for body, ns in ((BODIES[0], WEIGHTS_NS), (BODIES[0], 0), (waiting, 900_000_000)):
+        client.push(body, (late, late), budget_us=1_000_000)
+        while ns and (NoteKind.PREFETCH, client.link, client.seq, late) not in scene.shard.notes:
+            world.run(40)
+            scene.shard.pump()
+        world.pass_time(max(0, ns - 10_000_000))
+        for _ in range(50):
+            world.run(40)
+        assert ns == 0 or not client.is_answered(), "it waits for longer"
+        world.pass_time(20_000_000)
+        scene.do(client.answered_to())
+        client.look(client.seq, body, (late, late), scene.shard.ready)
+        assert client.code(client.seq) == "adapter_not_loaded"
     scene.replay()
 
 

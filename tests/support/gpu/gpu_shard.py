@@ -83,9 +83,11 @@ class Shard:
             place["experts"] = SPEC.experts_at(site)
         wide_in, wide_out = max(map(SPEC.in_width, SITES)), max(map(SPEC.out_width, SITES))
         self.links = new(layout.LINK, self.num_links)
+        self.tenants = new(layout.TENANT, codes.MAX_TENANTS)
         self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
         self.expert_places = self.world.shared.new("<i4", HANDLES + 1, len(SITES), SPEC.experts, 2)
         arrays = {"links": self.links, "sites": sites, "held": self.held, "used": self.used, "blocks": self.blocks}
+        arrays["tenants"] = self.tenants
         arrays |= {"orders": new("u1", codes.ORDERS * layout.ORDER_BYTES), "directory": self.directory}
         arrays |= {"places": self.expert_places, "arrivals": self.arrivals, "mailbox": self.mailbox}
         partial = -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK
