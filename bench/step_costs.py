@@ -188,7 +188,8 @@ def without_check(case: Case) -> Way:
 
 def pin(shard: Shard, step: PendingStep) -> None:
     try:
-        step.pin = shard.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
+        client = step.connection.grant.client
+        step.pin = shard.store.pin(step.handles, step.header.layer, client, step.expires_ns * 1e-9)
     except LoraServerError as error:
         step.refusal = error
 

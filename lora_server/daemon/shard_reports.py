@@ -70,7 +70,7 @@ class ShardReports:
                     for tier, h in self._store.report.load_times.items()
                 ],
                 disk=pb.DiskStats(**self._fetcher.use()._asdict()),
-                attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
+                attached=[pb.Attached(client=one.grant.client, transport=one.transport) for one in connections],
             )
             self._report(pb.ShardReport(stats=stats))
 

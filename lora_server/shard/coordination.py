@@ -98,7 +98,7 @@ class Leader(Coordinator):
             return under_way[0]
         picked = self._rule.pick(pending)
         if picked is not None:
-            client, epoch = picked.connection.client, picked.connection.epoch
+            client, epoch = picked.connection.grant.client, picked.connection.grant.epoch
             self._orders.send(Order(client, epoch, picked.seq, picked.header.budget_us))
         return picked
 
@@ -148,7 +148,7 @@ class Follower(Coordinator):
         newest = {(order.client, order.epoch): order.seq for order, _ in orders}
         for order, expires_ns in orders:
             step = pending.get(order.client)
-            if step is not None and step.connection.epoch == order.epoch:
+            if step is not None and step.connection.grant.epoch == order.epoch:
                 if step.seq == order.seq and not step.blocked:
                     queue.remove((order, expires_ns))
                     return step

@@ -70,9 +70,9 @@ class KernelClients:
             del self.at[seat.link]
             if isinstance(seat.end, Carrier):
                 self.carrying.discard(seat.end)
-            seat.leaving = self._post(CommandKind.REVOKE, seat.link, [connection.epoch])
+            seat.leaving = self._post(CommandKind.REVOKE, seat.link, [connection.grant.epoch])
             self.leaving.append(seat)
-            self.gone.put(connection.client)
+            self.gone.put(connection.grant.client)
         for seat in [one for one in self.leaving if self._kernel.mailbox.holds(one.leaving or 0)]:
             self.leaving.remove(seat)
             self._give_up(seat)
@@ -97,7 +97,7 @@ class KernelClients:
 
     def cut_off(self, connection: Connection, seq: int) -> None:
         """Disconnect a client that breaks the protocol."""
-        client = connection.client
+        client = connection.grant.client
         log.error("client signals steps beyond its slots: cut off", shard=self._index, client=client, seq=seq)
         self._disconnect(connection)
 
@@ -119,7 +119,7 @@ class KernelClients:
             else:
                 end = self._kernel.apart(lambda: Carrier(self._kernel.gpu, connection))  # it pins host memory
         except LoraServerError as error:
-            log.error("a client's steps cannot be carried to the GPU", client=connection.client, error=str(error))
+            log.error("a client's steps cannot be carried to the GPU", client=connection.grant.client, error=str(error))
             self._disconnect(connection)
             return
         seat = self.seats[connection] = KernelSeat(heapq.heappop(self.free), connection, end)
@@ -137,7 +137,7 @@ class KernelClients:
 
     def _hold(self, seat: KernelSeat) -> None:
         """Tell the kernel which handles the client's steps may name."""
-        own, lent = self._port.held(seat.connection.client)
+        own, lent = self._port.held(seat.connection.grant.client)
         if own is not seat.held[0] or lent is not seat.held[1]:
             seat.held = own, lent
             self._kernel.arguments.holds.hold(seat.link, own | lent)
@@ -182,7 +182,7 @@ class KernelNotes:
         seat = self.clients.at.get(note.link)
         if seat is None:  # its client went
             return
-        client = seat.connection.client
+        client = seat.connection.grant.client
         if note.kind is NoteKind.PREFETCH:
             until = time.monotonic() + self.timings.expected_step  # unless the step asks again
             self.store.prefetch([note.what], client, until)

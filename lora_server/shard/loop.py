@@ -84,7 +84,7 @@ class StepServer:
         except DeviceLostError:
             raise
         except Exception as error:  # tables changed after they were checked, say: never the end of the loop
-            key, where = (step.connection.client, "unexpected"), step.header.where
+            key, where = (step.connection.grant.client, "unexpected"), step.header.where
             self.complain(key, "step failed unexpectedly", shard=self.index, step=where, exc_info=error)
             self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error!r}"))
             return True
@@ -115,11 +115,11 @@ class StepServer:
         self.phases.add(started - step.received_ns, work.read_ns, work.spent_ns - work.read_ns, sent)
 
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
-        client = connection.client
+        client = connection.grant.client
         self.complain((client, error.code), "step failed", shard=self.index, client=client, seq=seq, error=str(error))
         for counters in (self.counters, self.by_tenant.of(connection.grant.tenant)):
             counters.failed += 1
-        nbytes = requests.write_failure(connection.region.response(seq), client, connection.epoch, seq, error)
+        nbytes = requests.write_failure(connection.region.response(seq), client, connection.grant.epoch, seq, error)
         self.port.respond(connection, seq, nbytes)
 
     def _count(self, step: PendingStep, nbytes: int, started: int, done: int) -> None:

@@ -31,8 +31,8 @@ class WeightsPatience:
         """Account for the wait of a step that is not blocked any more."""
         used_ns, waited = self._used_ns(step), self._waited
         self._waited = {client: its for client, its in waited.items() if now_ns - its[1] < its[0]}
-        self._waited[step.connection.client] = used_ns + now_ns - step.received_ns, now_ns
+        self._waited[step.connection.grant.client] = used_ns + now_ns - step.received_ns, now_ns
 
     def _used_ns(self, step: PendingStep) -> int:
-        waited_ns, at_ns = self._waited.get(step.connection.client, (0, 0))
+        waited_ns, at_ns = self._waited.get(step.connection.grant.client, (0, 0))
         return max(0, waited_ns - (step.received_ns - at_ns))

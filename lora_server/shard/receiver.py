@@ -43,53 +43,54 @@ class StepReceiver:
             elif step.blocked and self._recheck(step):
                 self.patience.note(step, time.monotonic_ns())
         for connection in rung:
-            older = self.pending.get(connection.client)
+            client = connection.grant.client
+            older = self.pending.get(client)
             if older is not None and older.connection is not connection:  # its client has just reconnected
                 self.release(older)
             if connection.requested() > connection.served + connection.region.layout.depth:
-                log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
+                log.error("client signals steps beyond its slots: cut off", shard=self.index, client=client)
                 self.port.disconnect(connection)
                 connection.close()
-            elif connection.client not in self.pending:
+            elif client not in self.pending:
                 self._take(connection)
 
     def release(self, step: PendingStep) -> None:
         """Forget a step that was answered, or that lost its client."""
-        del self.pending[step.connection.client]
+        del self.pending[step.connection.grant.client]
         if step.work is not None:
             self.row_ns += (step.work.spent_ns / cost(step.header) - self.row_ns) / MEAN_OF
         step.work = None
         if step.pin is None:
-            self.store.forget(step.connection.client)
+            self.store.forget(step.connection.grant.client)
         else:
             self.store.unpin(step.pin)
 
     def _take(self, connection: Connection) -> None:
         seq, now = connection.served + 1, time.monotonic_ns()
-        memory, client, epoch = connection.region.request(seq), connection.client, connection.epoch
+        memory, grant = connection.region.request(seq), connection.grant
         try:
-            header = requests.read_header(memory, client, epoch, seq, self.max_step_rows)
+            header = requests.read_header(memory, grant.client, grant.epoch, seq, self.max_step_rows)
         except LoraServerError as error:
             refusal = error.with_traceback(None)  # its frames would keep the client's memory
             header = UNREADABLE._replace(num_rows=self.max_step_rows)  # charged as the largest: floods wait for others
-            self.pending[client] = PendingStep(connection, seq, header, now, now, refusal=refusal)
+            self.pending[grant.client] = PendingStep(connection, seq, header, now, now, refusal=refusal)
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
         step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
-        step_us = connection.grant.step_us
-        if step_us and header.step_class == DECODE:
-            start_by_ns = now + step_us * 1000 - int(cost(header) * self.row_ns)
+        if grant.step_us and header.step_class == DECODE:
+            start_by_ns = now + grant.step_us * 1000 - int(cost(header) * self.row_ns)
             step.share = NOT_READY._replace(start_by_ns=start_by_ns)
-        self.pending[client] = step
+        self.pending[grant.client] = step
         self._recheck(step)
 
     def _recheck(self, step: PendingStep) -> bool:
         """Return whether the step is not blocked any more: it is pinned, or refused."""
+        client = step.connection.grant.client
         try:
-            lacking = self.port.not_held(step.connection.client, step.handles)
+            lacking = self.port.not_held(client, step.handles)
             if lacking and not self._may_use(step, lacking):
                 return False
-            step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
+            step.pin = self.store.pin(step.handles, step.header.layer, client, step.expires_ns * 1e-9)
             if step.blocked and time.monotonic_ns() >= self.patience.ends_ns(step):
                 seconds = (time.monotonic_ns() - step.received_ns) * 1e-9
                 raise AdapterNotLoadedError.of(

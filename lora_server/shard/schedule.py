@@ -147,9 +147,9 @@ class TenantShare:
             return None
         connection = step.connection
         connection.finish = step.share.finish
-        if connection.client not in self._picked:
+        if connection.grant.client not in self._picked:
             its_cost = step.share.cost / connection.grant.weight
-            self._picked[connection.client] = connection.epoch, step.seq, connection.grant.tenant, its_cost
+            self._picked[connection.grant.client] = connection.grant.epoch, step.seq, connection.grant.tenant, its_cost
         return step
 
     def _enter(self, names: set[str]) -> None:
@@ -177,7 +177,7 @@ class TenantShare:
     def _count(self, pending: Mapping[int, PendingStep]) -> None:
         for client, (epoch, seq, tenant, its_cost) in list(self._picked.items()):
             step = pending.get(client)
-            if step is None or step.seq != seq or step.connection.epoch != epoch:
+            if step is None or step.seq != seq or step.connection.grant.epoch != epoch:
                 self._tenants[tenant].had += its_cost
                 del self._picked[client]
 

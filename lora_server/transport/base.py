@@ -132,16 +132,6 @@ class Connection(ABC):
     rings: ClassVar[bool] = True  # when it has pushed, unless the loop looks at its signal
     bell: Bell | None = None  # in the client's own hands
 
-    @property
-    def client(self) -> int:
-        """The client's number."""
-        return self.grant.client
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of its lease."""
-        return self.grant.epoch
-
     @abstractmethod
     def respond(self, seq: int, nbytes: int) -> None:
         """Push the first `nbytes` of `region.response(seq)`, then its signal. Never raises for a dead client."""
@@ -151,7 +141,7 @@ class Connection(ABC):
 
     def requested(self) -> int:
         """Return the newest seq that the client has pushed."""
-        return slot.signalled_seq(self.region.request_signal[0], self.epoch)
+        return slot.signalled_seq(self.region.request_signal[0], self.grant.epoch)
 
     def pause(self) -> float:
         """Return for how many seconds the loop need not check this client's signal: any number, if it rings."""
@@ -266,7 +256,7 @@ class Port:
             self.revoke(grant.client)
         self.grants.put(grant)
         for connection in self.connections:
-            if connection.client == grant.client:
+            if connection.grant.client == grant.client:
                 connection.grant = grant
 
     def revoke(self, client: int) -> None:
@@ -275,8 +265,8 @@ class Port:
             self.grants.drop(client)
             self._holds.pop(client, None)
             self._lenders.pop(client, None)
-            gone = [connection for connection in self.connections if connection.client == client]
-            self.connections = tuple(c for c in self.connections if c.client != client)
+            gone = [connection for connection in self.connections if connection.grant.client == client]
+            self.connections = tuple(c for c in self.connections if c.grant.client != client)
         for connection in gone:
             self._part(connection)
             connection.close()
@@ -306,12 +296,12 @@ class Port:
     def connect(self, connection: Connection) -> None:
         """Add a client's connection; the loop serves it from its next round on. Raises LeaseError."""
         with self._lock:
-            grant = self.grants.get(connection.client, connection.epoch)
+            grant = self.grants.get(connection.grant.client, connection.grant.epoch)
             if grant is None:
-                raise LeaseError(f"client {connection.client}: its lease was revoked while it connected")
+                raise LeaseError(f"client {connection.grant.client}: its lease was revoked while it connected")
             connection.grant = grant
-            replaced = [c for c in self.connections if c.client == connection.client]
-            kept = tuple(c for c in self.connections if c.client != connection.client)
+            replaced = [c for c in self.connections if c.grant.client == connection.grant.client]
+            kept = tuple(c for c in self.connections if c.grant.client != connection.grant.client)
             self.connections = (*kept, connection)
             self._bells.add(connection)
         for older in replaced:
@@ -326,7 +316,7 @@ class Port:
         if known:
             self._part(connection)
             if self._on_gone is not None:
-                self._on_gone(connection.client, connection.epoch)
+                self._on_gone(connection.grant.client, connection.grant.epoch)
 
     def _part(self, connection: Connection) -> None:
         connection.gone = True

@@ -53,6 +53,11 @@ class Bell:
             os.close(fd)
 
 
+class _OfEpoch(Protocol):
+    @property
+    def epoch(self) -> int: ...
+
+
 class Pusher(Protocol):
     """A client as the loop sees it: a Connection."""
 
@@ -62,8 +67,8 @@ class Pusher(Protocol):
     bell: Bell | None
 
     @property
-    def epoch(self) -> int:
-        """The epoch of its lease."""
+    def grant(self) -> _OfEpoch:
+        """What the controller permits it."""
         ...
 
     @property
@@ -140,7 +145,7 @@ class Bells(Generic[_P]):
         """Watch a client's signal; return False if it has pushed already."""
         signal = connection.region.request_signal
         seen = signal[0]
-        if slot.signalled_seq(seen, connection.epoch) > connection.served:
+        if slot.signalled_seq(seen, connection.grant.epoch) > connection.served:
             return False
         if connection.bell is not None:
             connection.bell.unwatched[0] = 0

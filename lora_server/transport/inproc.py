@@ -28,7 +28,7 @@ class _InprocConnection(Connection):
 
     def respond(self, seq: int, nbytes: int) -> None:
         """Store the signal; see Connection."""
-        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+        self.region.response_signal[0] = slot.signal(self.grant.epoch, seq)
 
     @override
     def close(self) -> None:

@@ -165,7 +165,7 @@ class ShmConnection(Connection):
 
     def respond(self, seq: int, nbytes: int) -> None:
         """Store the signal; the payload is in place already."""
-        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+        self.region.response_signal[0] = slot.signal(self.grant.epoch, seq)
         self._parker.wake()
 
     @override

@@ -185,7 +185,7 @@ class TcpListener:
         if kind == MESSAGE:
             self._admit(peer, bytes(payload))
         elif kind == STEP and peer.connection is not None:
-            peer.connection.region.request_signal[0] = slot.signal(peer.connection.epoch, seq)
+            peer.connection.region.request_signal[0] = slot.signal(peer.connection.grant.epoch, seq)
             self._port.ring(peer.connection)
         else:
             raise ConnectionResetError("it said goodbye")

@@ -154,7 +154,7 @@ def test_a_close_is_noticed_and_idempotent(shard):
     leaves.link.close()
     leaves.link.close()
     until(lambda: shard.gone == [(2, 5)], "on_gone(client, epoch)")
-    assert [c.client for c in shard.port.connections] == [1]
+    assert [c.grant.client for c in shard.port.connections] == [1]
     stays.step()
     stays.link.close()
     until(lambda: shard.gone == [(2, 5), (1, 4)], "on_gone of the last")
@@ -172,7 +172,7 @@ def test_late_pushes_of_an_old_epoch_are_never_seen(shard):
             break
         new.step()
     (connection,) = shard.port.connections
-    assert (connection.epoch, connection.served) == (2, new.seq)
+    assert (connection.grant.epoch, connection.served) == (2, new.seq)
     with pytest.raises(ShardUnavailableError):
         wait_of(old, old.seq)
     new.link.close()

@@ -359,7 +359,7 @@ def test_clients_that_come_and_go_while_others_push_are_forgotten(shard):
         os.eventfd_write(fd, 1)
     for _ in range(20):
         client.step(64)
-    live = {connection.client for connection in shard.port.connections}
+    live = {connection.grant.client for connection in shard.port.connections}
     assert {one.client for one in shard.port._bells._by_fd.values()} <= live
     for fd in kept:
         os.close(fd)

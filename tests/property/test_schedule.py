@@ -41,13 +41,13 @@ class Queue:
     def push(self, client, rows, blocked=False, step_class=slot.DECODE):
         self.clock += 1
         header = EMPTY._replace(num_rows=rows, num_entries=rows, step_class=step_class)
-        peer = self.clients.setdefault(client, SimpleNamespace(client=client, finish=0))
+        peer = self.clients.setdefault(client, SimpleNamespace(grant=Grant(client, 1, b""), finish=0))
         self.waiting[client] = PendingStep(peer, self.clock, header, self.clock, 0, pin=None if blocked else 1)
 
     def pick(self):
         """Which client is served now, or None."""
         step = self.rule.pick(self.waiting.values())
-        return None if step is None else self.waiting.pop(step.connection.client).connection.client
+        return None if step is None else self.waiting.pop(step.connection.grant.client).connection.grant.client
 
 
 ROWS = st.sampled_from([0, 1, 8, 100, 256, 4096, MOST_ROWS, 2**32 - 1])
@@ -109,9 +109,9 @@ def test_steps_with_a_deadline_go_first_within_a_bound(events):
         assert all(literal(served) <= literal(step) for step in ready.values())
         for step in ready.values():
             had = passed.setdefault(step.seq, Counter())
-            had[served.connection.client] += cost(served.header)
+            had[served.connection.grant.client] += cost(served.header)
             most = step.share.finish - now + AHEAD_ROWS
-            assert had[served.connection.client] <= passed.setdefault(("bound", step.seq), most), "it is starved"
+            assert had[served.connection.grant.client] <= passed.setdefault(("bound", step.seq), most), "it is starved"
 
 
 def test_clients_of_a_class_have_no_larger_share():
@@ -198,7 +198,7 @@ class TenantQueue:
     def push(self, tenant, client, rows):
         seq, number = next(self.seqs), 100 * tenant + client
         grant = Grant(number, 1, b"", str(tenant), self.weights[tenant])
-        new = SimpleNamespace(client=number, epoch=1, finish=0, grant=grant)
+        new = SimpleNamespace(finish=0, grant=grant)
         peer = self.clients.setdefault((tenant, client), new)
         header = EMPTY._replace(num_rows=rows)
         self.waiting[number] = PendingStep(peer, seq, header, seq, 0, pin=1)
@@ -206,7 +206,7 @@ class TenantQueue:
     def pick(self):
         """Whose step is served now: (tenant, client)."""
         step = self.rule.pick(self.waiting)
-        one = divmod(self.waiting.pop(step.connection.client).connection.client, 100)
+        one = divmod(self.waiting.pop(step.connection.grant.client).connection.grant.client, 100)
         self.had[one] += cost(step.header)
         return one
 
@@ -277,7 +277,7 @@ def test_a_small_step_overtakes_another_tenants_begun_step():
     queue.push(7, 0, 1)
     last = queue.rule.pick(queue.waiting)
     assert last.connection.grant.tenant == str(MOST_BEGUN - 1), "it has to be done before another is begun"
-    del queue.waiting[last.connection.client]
+    del queue.waiting[last.connection.grant.client]
     assert queue.rule.pick(queue.waiting).connection.grant.tenant == "7"
 
 

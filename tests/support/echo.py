@@ -106,7 +106,7 @@ class EchoShard:
         """Wait for a joined client's connection and return it. A client with a device connects once it has mapped."""
 
         def found() -> list[Connection]:
-            return [connection for connection in self.port.connections if connection.client == client]
+            return [connection for connection in self.port.connections if connection.grant.client == client]
 
         until(found, f"client {client} to be connected")
         return found()[0]

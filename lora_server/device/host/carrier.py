@@ -46,7 +46,8 @@ class Carrier:
     def words(self) -> dict[str, int]:
         """Return CONNECT's words; see layout.LINK."""
         answers = self._region_at + self._sizes.depth * self._sizes.request
-        words = self._sizes.words(self.connection.epoch, self.connection.client, self._slots.address, answers)
+        grant = self.connection.grant
+        words = self._sizes.words(grant.epoch, grant.client, self._slots.address, answers)
         return words | {"response_signal": self._answers.address}
 
     @property
@@ -64,7 +65,7 @@ class Carrier:
         while self._sent < self.connection.requested():
             self._sent += 1
             self._send(self._sent)
-        while self.connection.served < min(self._answers.newest(self.connection.epoch), self._sent):
+        while self.connection.served < min(self._answers.newest(self.connection.grant.epoch), self._sent):
             seq = self.connection.served + 1
             respond(self.connection, seq, self._response_bytes(seq))
 
@@ -75,7 +76,7 @@ class Carrier:
         self._queue.send(self._slots.address + self._sizes.request_at(seq), memory[: min(nbytes, len(memory))])
         while not self._queue.is_idle():  # a copy; the signal goes behind it
             pass
-        self._gpu.write_word(self._slots.address, slot.signal(self.connection.epoch, seq))
+        self._gpu.write_word(self._slots.address, slot.signal(self.connection.grant.epoch, seq))
 
     def _response_bytes(self, seq: int) -> int:
         memory = self.connection.region.response(seq)

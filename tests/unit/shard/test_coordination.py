@@ -60,7 +60,7 @@ def make_follower(leader):
 
 
 def pending(*steps):
-    return {one.connection.client: one for one in steps}
+    return {one.connection.grant.client: one for one in steps}
 
 
 STRANGE = [
@@ -198,7 +198,7 @@ def test_orders_of_steps_that_never_come_go(leader, make_follower):
         assert leader.next(pending(step(1, seq=seq))).seq == seq
     order_of(leader, 2)
     until(lambda: len(follower._queue) == 101, "the orders to arrive")
-    assert follower.next(pending(step(2))).connection.client == 2
+    assert follower.next(pending(step(2))).connection.grant.client == 2
     assert len(follower._queue) == 4, "as many as its slots"
     assert follower.next(pending(step(1, seq=98))).seq == 98
 
@@ -206,7 +206,7 @@ def test_orders_of_steps_that_never_come_go(leader, make_follower):
 def order_of(leader, *clients, to=None):
     """Let the leader pick these clients' steps, one after another; until a follower has heard of them."""
     for client in clients:
-        assert leader.next(pending(step(client))).connection.client == client
+        assert leader.next(pending(step(client))).connection.grant.client == client
     if to is not None:
         until(lambda: len(to._queue) == len(clients), "the orders to arrive")
 
@@ -217,14 +217,16 @@ def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
     here = pending(step(1, slot.DECODE, 1), step(2, slot.DECODE, 2), step(3, slot.PREFILL, 3))
     served = []
     while (picked := follower.next(here)) is not None:
-        served.append(picked.connection.client)
-        del here[picked.connection.client]
+        served.append(picked.connection.grant.client)
+        del here[picked.connection.grant.client]
     assert served == [3, 1, 2]
     assert follower.next(pending(step(4))) is None, "what the leader has not ordered waits"
     order_of(leader, 1, 2, 3, to=follower)
     assert follower.next({}) is None, "nothing to do before a step comes"
     blocked, late = step(1, blocked=True), step(2)
-    assert follower.next(pending(blocked, step(3))).connection.client == 3, "a blocked or late step delays no other"
+    assert follower.next(pending(blocked, step(3))).connection.grant.client == 3, (
+        "a blocked or late step delays no other"
+    )
     assert follower.next(pending(blocked)) is None
     blocked.pin = 1
     assert follower.next(pending(blocked, late)) is blocked, "and keeps its place"
@@ -280,7 +282,7 @@ def test_a_follower_of_a_new_leader_forgets_the_old_one(where, leader, make_foll
     if where == "elsewhere":
         order_of(leader, 2)
     order_of(successor, 3, to=follower)
-    assert follower.next(pending(step(2), step(3))).connection.client == 3
+    assert follower.next(pending(step(2), step(3))).connection.grant.client == 3
     successor.close()
 
 

@@ -12,6 +12,7 @@ from lora_server.shard.receiver import UNREADABLE
 from lora_server.shard.schedule import PendingStep
 from lora_server.spec import Site
 from lora_server.timings import Timings
+from lora_server.transport.base import Grant
 from lora_server.wire import slot
 from tests.support.rig import LAYER0, LOADED, MAX_ROWS, SECONDS, Client, healthy, loaded_rig, make_rig
 
@@ -41,7 +42,7 @@ def test_wild_signals_cut_a_client_off_and_delay_no_other(loaded, word):
     wild.link.region.request_signal[0] = word
     for _ in range(5):
         healthy(good)
-    assert [connection.client for connection in loaded.shard.port.connections] == [2]
+    assert [connection.grant.client for connection in loaded.shard.port.connections] == [2]
 
 
 def test_an_unknown_handle_is_named(loaded):
@@ -185,7 +186,9 @@ def test_a_step_that_does_not_wait_for_weights_is_refused_soon_and_names_the_ada
 def step_at(seconds, budget=60.0, flags=0, client=1):
     received = round(seconds * 1e9)
     header = UNREADABLE._replace(flags=flags)
-    return PendingStep(SimpleNamespace(client=client), 1, header, received, received + round(budget * 1e9))
+    return PendingStep(
+        SimpleNamespace(grant=Grant(client, 1, b"")), 1, header, received, received + round(budget * 1e9)
+    )
 
 
 def test_the_steps_of_a_pass_wait_for_weights_no_longer_than_one_step_may():
