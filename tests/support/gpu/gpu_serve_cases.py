@@ -202,7 +202,7 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
             yield from client.join()
 
     stay, comes = scene.clients[:-1], scene.clients[-1]
-    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (2, 1, 3, 0), strict=True)), comes_anew(comes))
+    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (3, 2, 1, 0), strict=True)), comes_anew(comes))
     scene.replay()
 
 
