@@ -81,7 +81,7 @@ def replay(
 def give_tenants(clients: Iterable[Client], chooser: random.Random) -> None:
     """Make clients those of one or of several tenants, some of them with an SLO class. Weights are powers of two, so
     that sums of shares are exact."""
-    tenants = chooser.choice([1, 2, 3])
+    tenants = chooser.choice([1, 1, 1, 1, 2, 3])
     for client in clients:
         client.tenant = chooser.randrange(tenants)
         client.weight = (1.0, 4.0, 0.5)[client.tenant]
