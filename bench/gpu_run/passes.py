@@ -89,12 +89,13 @@ class Layer:
 
 
 def begin(forward: PlannedPass, names: Names, rows: int, merged: str | None = None) -> None:
-    """A pass of one request per name, with as many rows each; None is the base model's. Adapters are held anew.
+    """A pass of one request per name, with as many rows each; None is the base model's.
 
-    `merged`: the adapter in the base weights, of which rows need nothing.
+    Adapters are held anew, once they are loaded, as a serving engine has them. `merged`: the adapter in the base
+    weights, of which rows need nothing.
     """
     wanted = sorted({name for name in (*names, merged) if name is not None})
-    held = {one.name: one for one in forward.client.acquire(wanted)} if wanted else {}
+    held = {one.name: one for one in forward.client.acquire(wanted, loaded=True)} if wanted else {}
     needing = {f"{i}": name or merged for i, name in enumerate(names) if name != merged}
     assigned = {i: Assigned(held[name].handle, 0, name == merged) for i, name in needing.items() if name is not None}
     in_weights = 0 if merged is None else held[merged].handle

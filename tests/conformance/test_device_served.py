@@ -161,7 +161,7 @@ class Compared:
 
     def fail(self, play) -> dict[str, str]:
         """The codes of a pass of two requests, of which one names an adapter that nobody has."""
-        (good,) = self.forward.client.acquire(["fused"])
+        (good,) = self.forward.client.acquire(["fused"], loaded=True)
         bad = good.__class__("nobody", STRANGER, good.sites, "v", None)
         rows = {"g": Assigned(good.handle, 0), "b": Assigned(bad.handle, 0)}
         self.layer.feed(1)

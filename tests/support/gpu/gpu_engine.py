@@ -134,7 +134,7 @@ class Engine:
             self.layer.run()
         self.recorded = list(self.graph.launches)
         self.scheduler = RemoteServer(self.server, links=False).join()
-        self.held = {one.name: one for one in self.scheduler.acquire(self.adapters, client.deadline())}
+        self.held = {one.name: one for one in self.scheduler.acquire(self.adapters, client.deadline(), loaded=True)}
         return {"event": "recorded", "sent": self.forward.sent()}
 
     def play(self, names: Names, seed: int, kill: int = 0, stranger: bool = False) -> dict[str, Any]:
