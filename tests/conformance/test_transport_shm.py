@@ -265,7 +265,7 @@ IDLE, STEPS = 300, 300
 def test_the_loop_looks_at_no_idle_client(shard, monkeypatch):
     """Each was looked at in every round once: 300 of them made a step several times as long."""
     looks, look = [], bells.Bells._watch
-    monkeypatch.setattr(bells.Bells, "_watch", lambda self, one: looks.append(one.client) or look(self, one))
+    monkeypatch.setattr(bells.Bells, "_watch", lambda self, one: looks.append(one.grant.client) or look(self, one))
     for other in range(1, IDLE + 1):
         shard.client(other).step(64)
     client = shard.client(IDLE + 1)
@@ -360,6 +360,6 @@ def test_clients_that_come_and_go_while_others_push_are_forgotten(shard):
     for _ in range(20):
         client.step(64)
     live = {connection.grant.client for connection in shard.port.connections}
-    assert {one.client for one in shard.port._bells._by_fd.values()} <= live
+    assert {one.grant.client for one in shard.port._bells._by_fd.values()} <= live
     for fd in kept:
         os.close(fd)

@@ -40,7 +40,7 @@ def replay(
 
     def checked(link: int, seq: int) -> tuple[object, object]:
         """Header and request, as far as they are sound."""
-        client, epoch = clients[link].id, connections[link].epoch
+        client, epoch = clients[link].id, connections[link].grant.epoch
         return reference(in_codes).check(log[client, epoch, seq], client, epoch & 0xFFFFFFFF, seq)
 
     for kind, link, seq, what in notes:
@@ -50,7 +50,7 @@ def replay(
             pending.pop(link, None)
             if (its := clients.get(link)) is not None:
                 grant = Grant(link, what, b"", str(its.tenant), its.weight)
-                connections[link] = SimpleNamespace(client=link, epoch=what, grant=grant, finish=0)
+                connections[link] = SimpleNamespace(grant=grant, finish=0)
         elif kind == NoteKind.TAKEN:
             header, _ = checked(link, seq)
             assert (what == Refusal.NOTHING_WRONG) == (header is not None), (Refusal(what), header)
