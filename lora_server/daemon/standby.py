@@ -46,14 +46,16 @@ class CandidateProcess:
         config, database = self.config, self._open()
         if database is None:
             return 0
-        self._leadership = Leadership(database, str(config.controller), self._address, config.timings.leader)
-        if not self._leadership.attempt():
+        assert config.controller is not None
+        both = ",".join(sorted(map(str, config.controller.addresses)))  # one lock, whatever the order they are given in
+        self._leadership = Leadership(database, both, self._address, config.timings.leader)
+        if self._leadership.attempt():
+            self._lead()
+        else:
             self._stand_by()
             config = config.model_copy(update={"restarted": True})  # in the place of the one that led
         if self._stopping.is_set():
             return 0
-        log.info("leading", epoch=self._leadership.epoch, address=self._address)
-        threading.Thread(target=self._keep, daemon=True, name="leadership").start()
         self._controller = controller = ControllerProcess(config, database)
         if self._stopping.is_set():
             controller.stop()
@@ -92,8 +94,14 @@ class CandidateProcess:
             stack.callback(listener.close, 0.0)
             say(Up())
             log.info("standing by", leader=self._leadership.leader.address)
-            while not self._stopping.wait(config.timings.leader_look) and not self._leadership.attempt():
-                pass
+            while not self._stopping.wait(config.timings.leader_look):
+                if self._leadership.attempt():
+                    self._lead()  # before the listeners close, which takes a while
+                    return
+
+    def _lead(self) -> None:
+        log.info("leading", epoch=self._leadership.epoch, address=self._address)
+        threading.Thread(target=self._keep, daemon=True, name="leadership").start()
 
     def _keep(self) -> None:
         """End this process once another controller leads."""

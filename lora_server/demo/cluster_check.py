@@ -25,10 +25,11 @@ from lora_server import __version__
 from lora_server.address import Address
 from lora_server.doctor import Finding
 from lora_server.doctor.finding import failed, ok, warning
-from lora_server.errors import LoraServerError
+from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.address import parse
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.slot import ELEMENT_BYTES
 from lora_server.wire.terms import Held
 
 SECONDS = 10.0  # for the server to answer, and for a shard
@@ -63,7 +64,13 @@ def check(address: str) -> Iterator[Finding]:
         if all(finding.state == "ok" for finding in reached):
             yield from _paths(address, directory)
     except LoraServerError as error:
-        yield failed("server", str(error), "start it, or give its address by --server")
+        away = isinstance(error, ServerUnavailableError)
+        cure = (
+            "start it, or give its address by --server"
+            if away
+            else "see `lora-server status`, and docs/troubleshooting.md"
+        )
+        yield failed("server", str(error), cure)
     finally:
         directory.close()
 
@@ -120,7 +127,12 @@ def _paths(address: str, directory: AdapterDirectory) -> Iterator[Finding]:
         paths = {shard: _path(client, held, shard, site) for shard, (held, site) in sorted(chosen.items())}
     finally:
         client.close()
-    yield from compared(paths)
+    for shard in sorted(set(range(client.placement.layout.width)) - set(paths)):
+        yield warning(
+            f"shard {shard}", "none of the smallest adapters has a part there", "look at `adapters show NAME`"
+        )
+    if paths:
+        yield from compared(paths)
 
 
 def _sites(client: Client, held: Held) -> dict[int, Site]:
@@ -148,11 +160,11 @@ def _step(client: Client, held: Held, shard: int, site: Site, rows: int) -> tupl
     given = Activations(x=torch.zeros(rows, client.terms.spec.in_width(site)), decode=True)
     batch = Batch.of([Run.of(held, 0, rows)], decode=True)
     assert batch is not None
-    exchange = client.start(HostPacker(client.terms, site, given), _messages(client, batch, shard, site))
-    back: list[int] = []
-    exchange.finish(lambda message, delta: back.append(delta.nbytes))
+    packer, elements = HostPacker(client.terms, site, given), [given.x.numel()]
+    exchange = client.start(packer, _messages(client, batch, shard, site))
+    exchange.finish(lambda message, delta: elements.append(delta.numel()))
     network_ns = sum(one.arrived_ns - one.pushed_ns - (one.done_ns - one.received_ns) for one in times)
-    return max(network_ns, 0) * 1e-9, given.x.nbytes + sum(back)
+    return max(network_ns, 0) * 1e-9, sum(elements) * ELEMENT_BYTES[packer.dtype]
 
 
 def _messages(client: Client, batch: Batch, shard: int, site: Site) -> list[Message]:

@@ -1,8 +1,8 @@
 """A channel to a server that has a standby: its calls go to the controller that leads.
 
 It begins at the address where this process last found the leader. A call that no controller has begun, since a standby
-refused it or there was no connection, is made again at the next address at once. Any other failure is the caller's, as
-with one controller, and later calls go to the next address.
+refused it or there was no connection, is made again at the next address at once, unless it is a future or a stream. Any
+other failure is the caller's, as with one controller, and later calls go to the next address.
 """
 
 from __future__ import annotations
@@ -99,7 +99,12 @@ class LeaderCall:
 
     def _noted(self, index: int, begin: Callable[[Any], Any]) -> Any:
         call = begin(self._methods[index])
-        call.add_done_callback(lambda _: self._channel.note(index, call))
+
+        def ended(_: object) -> None:
+            if not call.cancelled():  # by this process
+                self._channel.note(index, call)
+
+        call.add_done_callback(ended)
         return call
 
 

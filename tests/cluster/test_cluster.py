@@ -11,6 +11,7 @@ import pytest
 
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
+from lora_server.demo.launch import READY_SECONDS
 from tests.support.cluster import NODES, Cluster
 from tests.support.hosts import switch
 from tests.support.serving import HANG_SECONDS, stop, until
@@ -24,10 +25,14 @@ CUTS = (1, 5, 35) if "LORA_FAULTS" in os.environ else (1, 8)  # seconds
 def running(load, tmp_path_factory):
     with switch() as wires:
         it = Cluster(tmp_path_factory.mktemp("cluster"), load, wires)
-        with it.fleet(tmp_path_factory.mktemp("engines")):
-            it.heals()
-            yield it
-        assert it.stop() == [0] * NODES
+        try:
+            it.wait_ready(READY_SECONDS)
+            with it.fleet(tmp_path_factory.mktemp("engines")):
+                it.heals()
+                yield it
+        finally:
+            codes = it.stop()
+        assert codes == [0] * NODES
 
 
 @pytest.fixture
@@ -140,7 +145,9 @@ def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
 
     def found():
         command = [sys.executable, "-m", "lora_server", "doctor", "--cluster", "--json", "--server", cluster.address]
-        done = subprocess.run([*cluster.engines_at[0].prefix, *command], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*cluster.engines_at[0].prefix, *command], capture_output=True, text=True, check=False, timeout=HANG_SECONDS
+        )
         lines = json.loads(done.stdout)
         assert done.returncode == any(one["state"] == "failed" for one in lines)
         assert all(one["cure"] for one in lines if one["state"] != "ok")

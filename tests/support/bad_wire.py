@@ -13,7 +13,7 @@ import time
 from collections import deque
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
-FRAME_BYTES, FRAMES = 65536, 4096  # frames on their way, each direction; more are lost
+FRAME_BYTES, FRAMES = 65536, 4096  # frames on their way, both ways together; more are lost
 
 
 def tap(name: str) -> int:
@@ -33,7 +33,10 @@ def main() -> None:
         due = max(0.0, on_way[0][0] - time.monotonic()) if on_way else None
         ready, _, _ = select.select(ends, [], [], due)
         for end in ready:
-            frame = os.read(end, FRAME_BYTES)
+            try:
+                frame = os.read(end, FRAME_BYTES)
+            except BlockingIOError:
+                continue
             if chance.random() >= loss and len(on_way) < FRAMES:
                 on_way.append((time.monotonic() + delay, other[end], frame))
         while on_way and on_way[0][0] <= time.monotonic():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lora_server.demo.launch import READY_SECONDS, RunningServer, launch
+from lora_server.demo.launch import RunningServer, launch
 from tests.support.certificates import Authority
 from tests.support.fleet import Fleet, now
 from tests.support.hosts import Host, Switch
@@ -34,7 +34,6 @@ class Cluster:
         self.nodes: list[RunningServer] = []
         for rank, host in enumerate(self.at):
             self.nodes.append(self.start(rank, host))
-        self.wait_ready(READY_SECONDS)
 
     @property
     def address(self) -> str:

@@ -61,6 +61,7 @@ class LiveData:
         """Return the data, no older than LEAST_SECONDS, and whether nothing has changed since it was looked at."""
         async with self._turn:
             if not self._seen or time.monotonic() - self._seen_at >= LEAST_SECONDS:
-                self._seen_changes, self._seen_at = self._changes, time.monotonic()
-                self._seen = json.dumps(await to_thread.run_sync(self._look, abandon_on_cancel=True))
+                changes, at = self._changes, time.monotonic()
+                seen = json.dumps(await to_thread.run_sync(self._look, abandon_on_cancel=True))
+                self._seen, self._seen_changes, self._seen_at = seen, changes, at
             return self._seen, self._seen_changes == self._changes
