@@ -1,5 +1,6 @@
 """A channel to two controllers: which calls are made again at the other one. They are gRPC servers that count."""
 
+import threading
 from concurrent import futures
 
 import grpc
@@ -11,7 +12,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import CODE_KEY
 from lora_server.wire.leader import leader_of
 from lora_server.wire.rpc import call, open_channel
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, until
 
 SILENT, STANDS_BY, LEADS, STARTS = "a connection that broke", "not_leader", "", "server_unavailable"
 
@@ -20,7 +21,8 @@ class Counting(rpc.ServerServicer):
     """Answers Status as `answers` says: the code of an error of ours, SILENT for gRPC's own, or LEADS."""
 
     def __init__(self):
-        self.answers, self.calls = LEADS, 0
+        self.answers, self.calls, self.may_answer = LEADS, 0, threading.Event()
+        self.may_answer.set()
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
         rpc.add_ServerServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -28,6 +30,7 @@ class Counting(rpc.ServerServicer):
 
     def Status(self, request, context):  # noqa: N802 (gRPC names it)
         self.calls += 1
+        assert self.may_answer.wait(HANG_SECONDS)
         if self.answers in (STANDS_BY, STARTS):
             context.set_trailing_metadata(((CODE_KEY, self.answers),))
         if self.answers:
@@ -90,6 +93,22 @@ def test_the_last_refusal_is_raised_where_none_leads(both):
         asks(both)
     assert counted(both) == [1, 1]
     assert leader_of(",".join(one.address for one in both)) == both[0].address, "it begins anew"
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_call_that_its_caller_cancelled_says_nothing_of_the_leader(both, cancels):
+    """One that a controller lets wait for too long does."""
+    both[0].may_answer.clear()
+    address, ended = ",".join(one.address for one in both), threading.Event()
+    with open_channel(address) as channel:
+        begun = rpc.ServerStub(channel).Status.future(pb.StatusRequest(), timeout=HANG_SECONDS if cancels else 0.5)
+        begun.add_done_callback(lambda _: ended.set())
+        if cancels:
+            begun.cancel()
+        assert ended.wait(HANG_SECONDS)
+        expected = both[0 if cancels else 1].address
+        until(lambda: leader_of(address) == expected, "it is noted")
+    both[0].may_answer.set()
 
 
 def test_a_list_of_addresses_is_checked():
