@@ -141,9 +141,10 @@ def switch() -> Iterator[Switch]:
 def _missing() -> str:
     try:
         with switch() as found:
-            found.host()
+            found.host().narrow("1gbit")
+            found.host(loss=0.01)
     except (OSError, subprocess.SubprocessError, AssertionError) as error:
-        return f"no network namespaces and bridges here (root, util-linux, iproute2): {error}"
+        return f"no network namespaces, bridges and TAP devices here (root, util-linux, iproute2): {error!r}"
     return ""
 
 
