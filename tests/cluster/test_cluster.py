@@ -157,7 +157,7 @@ def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
     assert [(check, state) for check, state, _ in well[:3]] == [(one, "ok") for one in ("server", "version", "clock")]
     assert [check for check, _, _ in well[3:]] == [f"shard {shard}" for shard in range(NODES)] * 2, well
     assert all(state == "ok" and "MTU 1,500" in text for _, state, text in well[3:7])
-    cluster.at[3].narrow("10mbit")
+    cluster.at[3].narrow("10mbit", burst="16kb")
     narrow = found()
     cluster.at[3].widen()
     assert {state for check, state, _ in narrow if check == "shard 3"} == {"ok", "warning"}, narrow

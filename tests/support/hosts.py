@@ -67,9 +67,9 @@ class Host:
         """Undo `cut`."""
         self.switch.run("ip", "link", "set", self.link, "up")
 
-    def narrow(self, rate: str) -> None:
-        """Limit the wire to a rate, both ways; `1gbit`, say."""
-        limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    def narrow(self, rate: str, burst: str = "256kb") -> None:
+        """Limit the wire to a rate, both ways; `1gbit`, say. As much as `burst` passes at once after a rest."""
+        limit = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         self.switch.run("tc", "qdisc", "replace", "dev", self.link, *limit)
         self.inside.run("tc", "qdisc", "replace", "dev", "eth0", *limit)
 
