@@ -13,7 +13,7 @@ from lora_server.demo.launch import RunningServer, launch
 from tests.support.certificates import Authority
 from tests.support.fleet import Fleet, now
 from tests.support.hosts import Host, Switch
-from tests.support.serving import HANG_SECONDS, all_gone, descendants, kill, reached, status, stop, until
+from tests.support.serving import HANG_SECONDS, all_gone, complete, descendants, kill, status, stop, until
 from tests.support.workload import Workload
 
 NODES, ENGINES = 4, 2
@@ -55,8 +55,8 @@ class Cluster:
         """Wait until every shard is up and the server admits requests."""
 
         def is_ready() -> bool:
-            reply = reached(self.address)
-            return reply is not None and reply.ready and {one.state for one in reply.shards} == {"up"}
+            reply = complete(self.address)
+            return reply is not None and {one.state for one in reply.shards} == {"up"}
 
         until(is_ready, "every shard is up", seconds)
 
