@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
@@ -19,7 +19,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 help:
 	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
 		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
-		'make test         what a change can break; test-fast: under 90 s, test-all: every test, test-vllm: with vLLM' \
+		'make test         what a change can break; test-fast: under 90 s, test-all: every test; test-vllm, test-vllm-all: with vLLM' \
 		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
@@ -76,10 +76,14 @@ $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyprojec
 	@touch $@
 
 # an engine has 1.6 GiB, and a file up to five of them
-test-vllm: TEST_PROCESSES = 2
+PYTEST_VLLM = $(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. -n 2 --dist loadfile \
+	--durations 20 --durations-min 20
 test-vllm: $(VENV_VLLM)/ready
-	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. -n $(TEST_PROCESSES) --dist loadfile \
-		--durations 20 --durations-min 20 $(or $(ARGS),tests/vllm)
+	$(PYTEST_VLLM) -m "not long" $(or $(ARGS),tests/vllm)
+
+# with a short race, the compiler, and more models
+test-vllm-all: $(VENV_VLLM)/ready
+	$(PYTEST_VLLM) $(or $(ARGS),tests/vllm)
 
 # MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM", or --verbose for its log]; without MODEL a tiny one is made
 serve-vllm: $(VENV_VLLM)/ready

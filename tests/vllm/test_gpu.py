@@ -57,7 +57,10 @@ def engine(start):
 @pytest.mark.timeout(2 * START_SECONDS + 600)
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("llama", "DYNAMO_TRACE_ONCE,inductor"), ("mixtral", "VLLM_COMPILE,eager")],
+    [
+        pytest.param("llama", "DYNAMO_TRACE_ONCE,inductor", marks=pytest.mark.long),
+        ("mixtral", "VLLM_COMPILE,eager"),
+    ],
     indirect=["kind"],
 )
 def test_compiled_equals_the_host_s_exchanges(load, start, how):

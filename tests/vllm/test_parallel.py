@@ -51,7 +51,9 @@ def test_expert_parallel(load, server, scratch):
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
 
 
-@pytest.mark.parametrize("more", [{}, {"enable_expert_parallel": True}], ids=["tensor", "expert"])
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"enable_expert_parallel": True}, marks=pytest.mark.long)], ids=["tensor", "expert"]
+)
 def test_merged_weights(load, server, merged, scratch, more):
     """Each rank gets minus the merged adapter's delta for its columns and its experts."""
     with Engine(merged[0], server.address, scratch / "engine-merged-tp2.log", **TP2, **more) as engine:

@@ -11,6 +11,7 @@ from lora_server.demo import children
 from tests.support.sources import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_short_race_ends_well_and_all_tokens_are_equal(tmp_path):
     command = [sys.executable, "-m", "bench.race", "--short", "--json", "--out", str(tmp_path)]

@@ -72,7 +72,9 @@ HINT = ", in bfloat16; the model's files are float32: to serve them so, add --dt
 
 
 @pytest.mark.parametrize(
-    ("running", "number"), [((), signal.SIGTERM), (AS_VLLM_WOULD, signal.SIGKILL)], indirect=["running"]
+    ("running", "number"),
+    [((), signal.SIGTERM), pytest.param(AS_VLLM_WOULD, signal.SIGKILL, marks=pytest.mark.long)],
+    indirect=["running"],
 )
 def test_what_it_prints_works_and_nothing_is_left(running, number):
     process, scratch, printed = running
