@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 from typer.core import TyperCommand, TyperOption
@@ -50,7 +51,8 @@ def flags_of(
 
 def _flag(name: str, field: FieldInfo, group: str) -> inspect.Parameter:
     options = [one for one in (field.annotation, *get_args(field.annotation)) if one is not NoneType]
-    plain = next((one for one in _PLAIN if one in options), str)
+    is_text = any(isinstance(one, BeforeValidator) for one in field.metadata) and get_origin(field.annotation) is None
+    plain = str if is_text else next((one for one in _PLAIN if one in options), str)
     kind: Any = list[plain] if get_origin(field.annotation) is tuple else plain  # type: ignore[valid-type]
     text = " ".join(filter(None, (field.description, default_of(field) and f"({default_of(field)})")))
     # the class reads the environment variable, so that its errors are ours; typer is not told of it

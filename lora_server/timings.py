@@ -34,6 +34,8 @@ class Timings:
     sweep: float = 0.5  # between two sweeps of the controller: leases, deadlines, health
     stall: float = 1.0  # a controller that heard no client for so long suspends lease expiry
     grace: float = 1.0  # for running calls when the controller stops
+    rank_beat: float = 1.0  # between two renewals of a node's leased rank, or attempts to get one
+    rank_rest: float = 3.0  # a controller that starts leases no rank before: nodes show it those that they have
     leader: float = 3.0  # without a sign of the leading controller for so long, its database lets another one lead
     leader_look: float = 0.2  # between two attempts of a standby to lead
     registry_look: float = 1.0  # between two looks for what other servers changed in the registry

@@ -27,12 +27,17 @@ log = structlog.get_logger()
 
 def own_credentials(config: ProcessConfig) -> Credentials:
     """Return the credentials of a server's own processes at its controller."""
+    return node_credentials(config, config.secret)
+
+
+def node_credentials(config: ServeConfig, secret: str) -> Credentials:
+    """Return the credentials of a node that has this secret."""
     return Credentials(
         tls_ca=config.tls_ca,
         tls_cert=config.tls_cert,
         tls_key=config.tls_key,
         tls_name=config.tls_name,
-        node_secret=config.secret,
+        node_secret=secret,
     )
 
 

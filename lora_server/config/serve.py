@@ -12,12 +12,14 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from lora_server.address import Address
 from lora_server.config.checks import check_leaders, check_ports, check_replicas
 from lora_server.config.types import (
+    AUTO_RANK,
     TCP,
     Classes,
     Controllers,
     Host,
     LayoutName,
     Listens,
+    NodeRank,
     Paths,
     PoolSize,
     Publishes,
@@ -167,7 +169,11 @@ class ServeConfig(BaseSettings):
         description="With --replicas, silence (ms) of a shard after which a step is sent to its twin: longer than any "
         "step takes under load.",
     )
-    node_rank: int = Field(0, ge=0, description="Rank of this node; rank 0 runs the controller.")
+    node_rank: NodeRank = Field(
+        0,
+        description="Rank of this node; rank 0 runs the controller. auto: the controller leases the node a free rank "
+        "above 0; while every rank has a node, this one stands by.",
+    )
     controller: Controllers | None = Field(
         None,
         description="Node 0's --listen; required on the other nodes. With a standby the addresses of both controllers, "
@@ -242,15 +248,17 @@ class ServeConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _check_node(self) -> ServeConfig:
-        if self.node_rank >= self.nodes:
-            raise ValueError(f"--node-rank: got {self.node_rank}, expected it below --nodes {self.nodes}")
+        if self.node_rank == AUTO_RANK and self.nodes == 1:
+            raise ValueError("--node-rank: got auto with --nodes 1, expected 0: more nodes have ranks to lease")
+        if not AUTO_RANK <= self.node_rank < self.nodes:
+            raise ValueError(f"--node-rank: got {self.node_rank}, expected one from 0 on, below --nodes {self.nodes}")
         check_replicas(self.replicas, self.nodes, self.gpu_transport, self.coordination, self.device_pool)
         if self.nodes > (num_shards := self.replicated.num_shards):
             raise ValueError(
                 f"--nodes: got {self.nodes}, expected at most {num_shards}: {self.layout} has fewer shards"
             )
         if self.node_rank and not self.controller:
-            raise ValueError("--controller: got none with --node-rank above 0, expected node 0's --listen")
+            raise ValueError("--controller: got none with --node-rank auto or above 0, expected node 0's --listen")
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from lora_server.slo import SloClasses
 from lora_server.units import Size
 
 TCP = "tcp://"
+AUTO_RANK = -1  # --node-rank auto: the controller leases the node its rank
 
 
 def _reader(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -53,6 +54,14 @@ def _publishes(text: str) -> str:
     return f"{TCP}{_reader(Address.parse)(text.removeprefix(TCP))}"
 
 
+def _rank(value: Any) -> Any:
+    if value == "auto":
+        return AUTO_RANK
+    if isinstance(value, str) and not value.isdecimal():
+        raise ValueError(f"got {value!r}, expected a rank from 0 on, or auto")
+    return value
+
+
 # NoDecode: their text in the environment is not JSON
 Listens = Annotated[Address, NoDecode, BeforeValidator(_reader(Address.parse)), PlainSerializer(str)]
 Controllers = Annotated[ControllerList, NoDecode, BeforeValidator(_reader(ControllerList.parse)), PlainSerializer(str)]
@@ -67,6 +76,7 @@ Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_reader(_split))]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_reader(_split))]
 # a file, or what it contains
 Classes = Annotated[SloClasses, NoDecode, BeforeValidator(_classes), PlainSerializer(SloClasses.as_dict)]
+NodeRank = Annotated[int, BeforeValidator(_rank), PlainSerializer(lambda rank: "auto" if rank == AUTO_RANK else rank)]
 Host = Annotated[str, AfterValidator(lambda text: str(_reader(parse_host)(text)) if text else "")]
 Publishes = Annotated[str, AfterValidator(_publishes)]  # ipc, off, or tcp://HOST:PORT
 LayoutName = Annotated[str, AfterValidator(lambda text: str(_reader(Layout.parse)(text)))]

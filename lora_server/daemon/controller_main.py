@@ -110,6 +110,7 @@ class ControllerProcess:
                 held=True,
                 resolver=resolver,
                 events=self._publish(events),
+                nodes=config.nodes,
             )
         except RuntimeError as error:
             raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error

@@ -19,7 +19,7 @@ from lora_server.access.remote import RemoteGate
 from lora_server.access.tls import certificate_of
 from lora_server.address import Address, ControllerList
 from lora_server.config import ProcessConfig, ServeConfig
-from lora_server.config.types import TCP
+from lora_server.config.types import AUTO_RANK, TCP
 from lora_server.daemon import processes
 from lora_server.daemon.checks import check_start, node_secret
 from lora_server.daemon.child_main import DISK_CACHE
@@ -27,10 +27,11 @@ from lora_server.daemon.forks import ForkServer
 from lora_server.daemon.guard import hold_port
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
+from lora_server.daemon.rank import LeasedRank
 from lora_server.daemon.run_directory import locked_data, run_directory
 from lora_server.daemon.signals import on_signals
 from lora_server.daemon.startup import Startup, ask
-from lora_server.errors import ConfigError, LoraServerError
+from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
 from lora_server.spec import ModelSpec
 
 RETRY_SECONDS = 1.0
@@ -60,13 +61,15 @@ class Node:
             raise
 
     def _start(self) -> None:
+        exposure.check(self.config)
+        if self.config.node_rank == AUTO_RANK:
+            self._lease_rank()
         self._stack.enter_context(locked_data(self.config.data_dir, self.config.node_rank))
         run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
         ports = self._stack.enter_context(contextlib.ExitStack())  # free once the children ended
         self._stack.callback(lambda: processes.stop(self._children, self.config.timings.stop))
         self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
-        exposure.check(self.config)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
@@ -94,6 +97,12 @@ class Node:
         assert process.controller is not None
         if not process.standby:
             self._watch(process, process.controller)
+
+    def _lease_rank(self) -> None:
+        leased = LeasedRank(self.config)
+        self._stack.callback(leased.close)
+        self.config = self.config.model_copy(update={"node_rank": leased.acquire(self._stop)})
+        leased.keep(self._fail)
 
     def _watch(self, process: ProcessConfig, controller: ControllerList) -> None:
         startup = Startup(process, controller, self.stopped, self._fail)
@@ -141,7 +150,12 @@ def serve(config: ServeConfig) -> None:
     forks.fork_off()
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)  # by a thread: after the fork
-    node = Node(config, spec, forks, stop)
+    try:
+        node = Node(config, spec, forks, stop)
+    except ServerUnavailableError:
+        if stop.is_set():
+            return
+        raise
     try:
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass

@@ -902,6 +902,46 @@ class ControllerChallenge(_message.Message):
     proof: bytes
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
+class NodeReport(_message.Message):
+    __slots__ = ("hello", "claim")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    hello: ShardHello
+    claim: RankClaim
+    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., claim: _Optional[_Union[RankClaim, _Mapping]] = ...) -> None: ...
+
+class NodeCommand(_message.Message):
+    __slots__ = ("challenge", "lease")
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    challenge: ControllerChallenge
+    lease: RankLease
+    def __init__(self, challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., lease: _Optional[_Union[RankLease, _Mapping]] = ...) -> None: ...
+
+class RankClaim(_message.Message):
+    __slots__ = ("node", "rank", "epoch", "nodes", "leaves", "proof")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    node: bytes
+    rank: int
+    epoch: int
+    nodes: int
+    leaves: bool
+    proof: bytes
+    def __init__(self, node: _Optional[bytes] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., nodes: _Optional[int] = ..., leaves: bool = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class RankLease(_message.Message):
+    __slots__ = ("rank", "epoch")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    epoch: int
+    def __init__(self, rank: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class Grant(_message.Message):
     __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token", "pe", "generation", "slo_class", "step_us", "merged")
     CLIENT_FIELD_NUMBER: _ClassVar[int]

@@ -1724,6 +1724,11 @@ class ShardsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
                 _registered_method=True)
+        self.LeaseRank = channel.stream_stream(
+                '/lora_server.v1.Shards/LeaseRank',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
+                _registered_method=True)
         self.Files = channel.unary_unary(
                 '/lora_server.v1.Shards/Files',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.FilesRequest.SerializeToString,
@@ -1742,6 +1747,13 @@ class ShardsServicer(object):
 
     def Register(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaseRank(self, request_iterator, context):
+        """A rank for a node with --node-rank auto: it is granted, renewed or given back, one call each.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -1767,6 +1779,11 @@ def add_ShardsServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.SerializeToString,
+            ),
+            'LeaseRank': grpc.stream_stream_rpc_method_handler(
+                    servicer.LeaseRank,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.SerializeToString,
             ),
             'Files': grpc.unary_unary_rpc_method_handler(
                     servicer.Files,
@@ -1807,6 +1824,33 @@ class Shards(object):
             '/lora_server.v1.Shards/Register',
             lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseRank(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lora_server.v1.Shards/LeaseRank',
+            lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ FAST = Timings(
     shard_report=0.1,
     controller_retry=0.05,
     sweep=0.1,
+    rank_beat=0.2,
     registry_look=0.1,
     resolve_again=0.5,
     watch_poll=0.1,

@@ -39,10 +39,17 @@ class Doorkeeper(NamedTuple):
         """Check a shard's proof of the token; raises ConfigError if it is wrong."""
         same = (hello.shard, hello.node) == (registration.shard, registration.node)
         if not (same and proves(registration.proof, self._key(hello), b"shard", challenge.nonce, hello.nonce)):
-            raise ConfigError(
-                f"shard {hello.shard} of node {hello.node}: its token is not the controller's; give every node a "
-                "--join-token-file with the same text"
-            )
+            raise self._wrong(f"shard {hello.shard} of node {hello.node}")
+
+    def check_node(self, hello: pb.ShardHello, challenge: pb.ControllerChallenge, shown: bytes) -> None:
+        """Check the proof of a node that has no rank yet; raises ConfigError if it is wrong."""
+        if not (hello.node and proves(shown, self._key(hello), b"node", challenge.nonce, hello.nonce)):
+            raise self._wrong("a node that claims a rank")
+
+    def _wrong(self, caller: str) -> ConfigError:
+        return ConfigError(
+            f"{caller}: its token is not the controller's; give every node a --join-token-file with the same text"
+        )
 
     def _key(self, hello: pb.ShardHello) -> bytes:
         return b"" if hello.node and self.believes_other_nodes else self.secret.encode()

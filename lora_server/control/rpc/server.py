@@ -23,6 +23,7 @@ from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.controller import Controller
 from lora_server.control.events.log import EventLog
+from lora_server.control.members.ranks import RankLeases
 from lora_server.control.rpc.calls import Refusals
 from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.files import FilesService
@@ -35,6 +36,7 @@ from lora_server.control.rpc.listener import (
     Threads,
     UnaryMethod,
 )
+from lora_server.control.rpc.ranks import RanksService
 from lora_server.control.rpc.registration import Doorkeeper, ShardsService
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService, HealthService, ServerService
@@ -124,8 +126,9 @@ class ControlServer:
         held: bool = False,
         resolver: Resolver | None = None,
         events: EventsService | None = None,
+        nodes: int = 1,
     ) -> None:
-        """Start serving; raises RuntimeError if it cannot listen at `address`."""
+        """Start serving; raises RuntimeError if it cannot listen at `address`. `nodes`: of the server."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
         access = Threads("access", 4, 1024)
@@ -154,13 +157,15 @@ class ControlServer:
         )
         public = tuple(own) if reflection else ()
         self.files = files(controller, reading)
+        timings = controller.timings
+        ranks = RankLeases(controller.shards, nodes, timings.shard_silence, timings.rank_rest)
         own[_SHARDS] = {
             "Register": StreamMethod(pb.ShardReport, ShardsService(controller, shards, door).register),
+            "LeaseRank": StreamMethod(pb.NodeReport, RanksService(ranks, door, timings.handshake).lease),
             "Files": UnaryMethod(pb.FilesRequest, self.files.files, reading, proves=True),
             "Read": StreamMethod(pb.ReadRequest, self.files.read),
         }
         own[_HEALTH] = {"Check": UnaryMethod(health_pb2.HealthCheckRequest, self._health.Check, reads)}
-        timings = controller.timings
         limits = max_silent_calls, max_strangers
         self._listener = Listener(address, own, gate, refusals, public, tls, timings, *limits, held)
         self.port, self.refused = self._listener.port, refusals.counts
