@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.admission.classes import NO_ENGINE_CLASS, EngineClass
 from lora_server.control.admission.service import AdmissionAnswer, AdmissionService, CheckInUse
-from lora_server.control.members.leases import ClientLease, Leases
+from lora_server.control.members.leases import NO_TRAITS, ClientLease, EngineTraits, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.control.members.twins import TwinConnections
 from lora_server.control.members.world import WorldMembership
@@ -55,18 +54,15 @@ class Clients:
     def join(
         self,
         instance: str,
-        served_names: Sequence[str] = (),
-        tenant: str = "",
-        token: str = "",
-        weight: float = 1.0,
+        engine: EngineTraits = NO_TRAITS,
         asked: pb.Place | None = None,
-        slo: EngineClass = NO_ENGINE_CLASS,
         pushes: bool = False,
-        merged: str = "",
+        weight: float = 1.0,
+        step_us: int = 0,
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """Grant a lease, with the place in NVSHMEM's world that is asked for; return it once every shard knows of it.
 
-        `pushes`: it will push steps. `merged`: the adapter version in its base weights.
+        `pushes`: it will push steps, of a tenant of that `weight`; `step_us`: see EngineClass.
 
         Raises ServerUnavailableError while a shard is not up, WorldError.
         """
@@ -74,18 +70,12 @@ class Clients:
             raise ServerUnavailableError(self.refused)
         self._shards.require_up()
         self._start.require_settled()
-        lease = self.leases.grant(instance, served_names, tenant, token, slo.name, merged)
-        grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
-        grant.served_names.extend(served_names)
-        grant.tenant, grant.token, grant.weight = tenant, token, weight
-        grant.generation, grant.slo_class, grant.step_us = self._shards.generation, *slo
-        grant.merged = merged
+        lease = self.leases.grant(instance, engine, self._shards.layout.replicas if pushes else 0)
+        grant = lease.granted(weight, step_us, self._shards.generation)
         try:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
                 grant.pe = lease.place.rank
-            if pushes:
-                self.leases.prefer(lease, self._shards.layout.replicas)
             lease.grant = grant  # first: a shard that arrives is sent it
             live = self._shards.require_up()
             sent = [handle.commands.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
@@ -93,7 +83,7 @@ class Clients:
         except LoraServerError:
             self.end(lease.client, lease.epoch)
             raise
-        log.info("client joined", client=lease.client, instance=instance, tenant=tenant)
+        log.info("client joined", client=lease.client, instance=instance, tenant=engine.tenant)
         return lease, live
 
     def renew(self, proof: Proof) -> int:
@@ -110,7 +100,7 @@ class Clients:
         (`settled`); return whether the client has to report its holds with `restore`. Raises LeaseError."""
         client = self.renew(proof)
         if waits and (lease := self.leases.proven(proof)) is not None:
-            self.waits.of(lease.tenant).merge(waits)
+            self.waits.of(lease.engine.tenant).merge(waits)
         self._admission.settle(client, settled)
         return self._admission.holds.is_unknown(client)
 
@@ -143,7 +133,8 @@ class Clients:
         """End the leases of which `ends` is true, whatever their clients hold, and log `why`."""
         for lease, _ in self.leases.silences():
             if ends(lease):
-                log.warning("lease ended", client=lease.client, instance=lease.instance, tenant=lease.tenant, why=why)
+                whose = {"instance": lease.instance, "tenant": lease.engine.tenant}
+                log.warning("lease ended", client=lease.client, **whose, why=why)
                 self.end(lease.client, lease.epoch)
 
     def expire(self) -> None:
@@ -160,11 +151,10 @@ class Clients:
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Take over the clients that a shard kept from an earlier controller of the same run."""
-        self.leases.reserve(last_client)
-        for grant in grants:
-            if (grant.client, grant.epoch) not in self._ended and self.leases.adopt(grant):
-                self._admission.holds.expect(grant.client)
-                self.world.adopt(grant.client, grant.pe)
+        alive = (grant for grant in grants if (grant.client, grant.epoch) not in self._ended)
+        for grant in self.leases.adopt(alive, last_client):
+            self._admission.holds.expect(grant.client)
+            self.world.adopt(grant.client, grant.pe)
 
     def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:
         """Have a shard that registered revoke the clients that have no lease any more. If its registration ended an
@@ -216,7 +206,7 @@ class AdapterRequests:
         """Hold adapters for a tenant, or queue for them. `slo_class`: the tenant's; without one it is the client's.
         Raises UnknownAdapterError, and what `check` does."""
         client, lease = self._clients.renew(proof), self._clients.leases.proven(proof)
-        slo_class = slo_class or (lease.slo_class if lease is not None else "")
+        slo_class = slo_class or (lease.engine.slo_class if lease is not None else "")
         return self._admission.acquire(client, names, ticket, tenant, weight, check, pace, slo_class)
 
     @contextmanager

@@ -191,7 +191,7 @@ class ControllerProcess:
         if keys is not None:
             keys.void_where(lambda who: not self.gate.is_good(who.tenant, who.token))
         self.controller.clients.end_where(
-            lambda lease: not self.gate.is_good(lease.tenant, lease.token), "its token was revoked"
+            lambda lease: not self.gate.is_good(*lease.engine.credentials), "its token was revoked"
         )
 
     def _not_ready(self) -> str:

@@ -17,6 +17,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Store, Tenant
 from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.members.leases import EngineTraits
 from lora_server.control.rpc.calls import Refusals
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService
@@ -148,7 +149,7 @@ class Tenants(Server):
         return self.catalogue.Rollback(pb.RollbackAdapterRequest(name=name, wait_seconds=SECONDS), PUBLISHER)
 
     def join(self):
-        lease, _ = self.controller.clients.join("engine", tenant="acme")
+        lease, _ = self.controller.clients.join("engine", EngineTraits(tenant="acme"))
         return lease.proof
 
     def acquire(self, proof, *names, ticket=0):

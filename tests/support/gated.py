@@ -55,7 +55,7 @@ class Gated:
         }
         gate.cache.refresh()
         gate.cache.on_change = lambda: controller.clients.end_where(
-            lambda lease: not gate.is_good(lease.tenant, lease.token), "its token was revoked"
+            lambda lease: not gate.is_good(*lease.engine.credentials), "its token was revoked"
         )
         self.control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), gate=gate, **tls)
         stack.callback(lambda: self.control.close(0.2))

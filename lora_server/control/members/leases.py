@@ -8,13 +8,36 @@ import secrets
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError, LimitError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import Counts, is_signed
 from lora_server.wire.terms import Proof
+
+
+class EngineTraits(NamedTuple):
+    """What an engine said of itself when it joined, and what its token says of it."""
+
+    served_names: tuple[str, ...] = ()  # of its base model
+    tenant: str = ""  # empty: the operator
+    token: str = ""  # the id of what it joined with
+    slo_class: str = ""
+    merged: str = ""  # the adapter version in its base weights
+
+    @property
+    def credentials(self) -> tuple[str, str]:
+        """Return the tenant and the token of the engine."""
+        return self.tenant, self.token
+
+    @classmethod
+    def of(cls, grant: pb.Grant) -> EngineTraits:
+        """Return those of a client of an earlier controller."""
+        return cls(tuple(grant.served_names), grant.tenant, grant.token, grant.slo_class, grant.merged)
+
+
+NO_TRAITS = EngineTraits()
 
 
 @dataclass
@@ -26,11 +49,7 @@ class ClientLease:
     key: bytes
     instance: str
     expires: float
-    served_names: tuple[str, ...] = ()  # the engine's names of its base model
-    tenant: str = ""  # empty: the operator's client
-    token: str = ""  # the id of what it joined with
-    slo_class: str = ""
-    merged: str = ""  # the adapter version in its base weights
+    engine: EngineTraits = NO_TRAITS
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     grant: pb.Grant | None = None  # as shards were sent it
     replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
@@ -40,6 +59,11 @@ class ClientLease:
     def proof(self) -> Proof:
         """Return the proof that the client sends with its calls."""
         return Proof(self.client, self.epoch, self.key)
+
+    def granted(self, weight: float, step_us: int, generation: int) -> pb.Grant:
+        """Return what shards are sent of it."""
+        fields = self.proof._asdict() | self.engine._asdict()
+        return pb.Grant(instance=self.instance, weight=weight, step_us=step_us, generation=generation, **fields)
 
 
 class Leases:
@@ -53,67 +77,51 @@ class Leases:
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
         self._lock = threading.Lock()
 
-    def grant(
-        self,
-        instance: str,
-        served_names: Iterable[str] = (),
-        tenant: str = "",
-        token: str = "",
-        slo_class: str = "",
-        merged: str = "",
-    ) -> ClientLease:
-        """Grant a lease to a new client. Raises LimitError."""
+    def grant(self, instance: str, engine: EngineTraits = NO_TRAITS, replicas: int = 0) -> ClientLease:
+        """Grant a lease to a new client. If its steps may go to several replicas, they prefer the one that the fewest
+        others prefer. Raises LimitError."""
         with self._lock:
-            clients = sum((one.tenant, one.token) == (tenant, token) for one in self._leases.values())
+            leases = self._leases.values()
+            clients = sum(one.engine.credentials == engine.credentials for one in leases)
             if clients >= self._most_per_token:
                 raise LimitError(
-                    f"token {token or 'none'}: got one client more than {clients}, expected at most "
+                    f"token {engine.token or 'none'}: got one client more than {clients}, expected at most "
                     f"{self._most_per_token} per token; stop engines, or start the server with a larger "
                     "--clients-per-token"
                 )
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
-            key = secrets.token_bytes(32)
-            whose = tuple(served_names), tenant, token, slo_class, merged
-            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), *whose)
+            lease = ClientLease(client, self._epoch, secrets.token_bytes(32), instance, self._horizon(), engine)
+            lease.replica = min(range(replicas), key=[one.replica for one in leases].count, default=-1)
             self._leases[client] = lease
             return lease
 
-    def adopt(self, grant: pb.Grant) -> bool:
-        """Take over a client of an earlier controller; return False if it is known already."""
-        client, names = grant.client, tuple(grant.served_names)
+    def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> list[pb.Grant]:
+        """Take over clients of an earlier controller, whose newest was `last_client`; return the grants of those that
+        were not known yet."""
+        adopted = []
         with self._lock:
-            self._next_client = max(self._next_client, client + 1)
-            if client in self._leases:
-                return False
-            whose = grant.tenant, grant.token, grant.slo_class, grant.merged
-            lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names, *whose)
-            lease.grant = grant
-            self._leases[client] = lease
-            return True
-
-    def prefer(self, lease: ClientLease, replicas: int) -> None:
-        """Let the steps of a client prefer the replica that the fewest others prefer."""
-        with self._lock:
-            taken = [one.replica for one in self._leases.values()]
-            lease.replica = min(range(replicas), key=taken.count)
+            self._next_client = max(self._next_client, last_client + 1)
+            for grant in grants:
+                self._next_client = max(self._next_client, grant.client + 1)
+                if grant.client not in self._leases:
+                    lease = ClientLease(grant.client, grant.epoch, grant.key, grant.instance, self._horizon())
+                    lease.engine, lease.grant = EngineTraits.of(grant), grant
+                    self._leases[grant.client] = lease
+                    adopted.append(grant)
+        return adopted
 
     def merged_in(self, version: str) -> set[int]:
         """Return the clients whose base weights contain an adapter version."""
         with self._lock:
-            return {lease.client for lease in self._leases.values() if lease.merged == version}
+            return {lease.client for lease in self._leases.values() if lease.engine.merged == version}
 
     def serving(self, name: str, tenant: str = "") -> str | None:
         """Return the instance of a client with a base model of this name, of this tenant or the operator; None if there
         is none."""
         with self._lock:
-            serving = (lease for lease in self._leases.values() if name in lease.served_names)
-            return next((lease.instance for lease in serving if lease.tenant in ("", tenant)), None)
-
-    def reserve(self, client: int) -> None:
-        """Never use client ids up to this one: an earlier controller used them."""
-        with self._lock:
-            self._next_client = max(self._next_client, client + 1)
+            serving = (lease for lease in self._leases.values() if name in lease.engine.served_names)
+            return next((lease.instance for lease in serving if lease.engine.tenant in ("", tenant)), None)
 
     def find(self, client: int, epoch: int) -> ClientLease | None:
         """Return the lease of this client and epoch, None if it is gone."""

@@ -34,7 +34,7 @@ def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, A
     adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
     counters = controller.adapters.admission.queue.counters
     more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
-    engines = Counter(lease.tenant for lease, _ in controller.clients.leases.silences())
+    engines = Counter(lease.engine.tenant for lease, _ in controller.clients.leases.silences())
     more["waits"] = _waits(controller.clients.waits.all().values())
     return fields(status(controller)) | more | {"tenants": _tenants(listings, engines, owner)}
 

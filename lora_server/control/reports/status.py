@@ -114,7 +114,7 @@ def _joined(controller: Controller) -> list[pb.ClientStatus]:
     for lease, silence in controller.clients.leases.silences()[:MOST_JOINED]:
         held = controller.adapters.listings.held(lease.client)
         row = pb.ClientStatus(client=lease.client, instance=lease.instance, silent_seconds=silence, held=len(held))
-        row.slo_class = lease.slo_class
+        row.slo_class = lease.engine.slo_class
         row.adapters.extend(held[:MOST_HELD])
         row.transports.extend(sorted(transports.get(lease.client, ())))
         joined.append(row)

@@ -84,7 +84,7 @@ class Scopes:
 
     def check_still_good(self, lease: ClientLease) -> None:
         """End a lease if its token was revoked while the client joined; raises LeaseError then."""
-        if not self.gate.is_good(lease.tenant, lease.token):
+        if not self.gate.is_good(*lease.engine.credentials):
             self.controller.clients.end(lease.client, lease.epoch)
             raise LeaseError(f"client {lease.client}: its token was revoked; join with another")
 
@@ -209,7 +209,7 @@ class Scope:
 
     def check_lease(self, lease: ClientLease | None) -> None:
         """Raise LeaseError if a lease was made with another token than the caller's."""
-        if lease is not None and (lease.tenant, lease.token) != (self.who.tenant, self.who.token):
+        if lease is not None and lease.engine.credentials != (self.who.tenant, self.who.token):
             raise LeaseError(f"client {lease.client}: its lease was made with another token; join with this one")
 
 

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 from lora_server.access.identity import Identity
 from lora_server.control.adapters.records import record_of
 from lora_server.control.controller import Controller
+from lora_server.control.members.leases import EngineTraits
 from lora_server.control.reports.listing import adapter, page
 from lora_server.control.reports.status import status
 from lora_server.control.rpc.calls import Refusals
@@ -125,10 +126,8 @@ class ClientsService:
                 f"transport nvshmem: got an engine of tenant {who.tenant}, expected the operator's: every PE of its "
                 "world can write to every other's memory; attach with transport='tcp'"
             )
-        whose = who.tenant, who.token, tenant.weight
-        lease, live = self._clients.join(
-            request.instance, request.served_names, *whose, asked, slo, request.pushes, request.merged
-        )
+        engine = EngineTraits(tuple(request.served_names), who.tenant, who.token, slo.name, request.merged)
+        lease, live = self._clients.join(request.instance, engine, asked, request.pushes, tenant.weight, slo.step_us)
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
         catalog = self._controller.adapters.catalog
@@ -150,7 +149,7 @@ class ClientsService:
             adapters=len(catalog.records()) if who.is_operator else 0,
             wire=agreement.wire,
             place=lease.place,
-            slo_class=lease.slo_class,
+            slo_class=slo.name,
             generation=agreement.generation,
             base_weights=agreement.base_weights,
             replicas=agreement.layout.replicas,

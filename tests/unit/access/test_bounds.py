@@ -16,7 +16,7 @@ from lora_server.access.rights import RIGHTS
 from lora_server.adapters.config import MAX_INVOCATION
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.records import Record
-from lora_server.control.members.leases import Leases
+from lora_server.control.members.leases import EngineTraits, Leases
 from lora_server.control.reports.status import MOST_HELD, MOST_JOINED, status
 from lora_server.daemon.kept import MOST_GONE, Kept
 from lora_server.errors import AdapterFormatError, ConfigError, LimitError, LoraServerError, UnknownAdapterError
@@ -282,12 +282,12 @@ def test_a_shard_keeps_a_bounded_number_of_dropped_handles():
 
 def test_clients_are_limited_per_token():
     leases = Leases(most_per_token=2)
-    first, _ = leases.grant("a", token="one"), leases.grant("b", token="one")
+    first, _ = leases.grant("a", EngineTraits(token="one")), leases.grant("b", EngineTraits(token="one"))
     with pytest.raises(LimitError, match=r"token one: .* at most 2 per token.* --clients-per-token"):
-        leases.grant("c", token="one")
-    leases.grant("c", token="two")
+        leases.grant("c", EngineTraits(token="one"))
+    leases.grant("c", EngineTraits(token="two"))
     leases.end(first.client, first.epoch)
-    leases.grant("d", token="one")
+    leases.grant("d", EngineTraits(token="one"))
 
 
 def test_status_names_a_bounded_number_of_clients_and_adapters():

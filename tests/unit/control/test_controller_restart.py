@@ -7,6 +7,7 @@ import pytest
 
 from lora_server.control.adapters.records import FIRST_HANDLE
 from lora_server.control.adapters.refusals import RefusedAdapter, RefusedAdapters
+from lora_server.control.members.leases import EngineTraits
 from lora_server.control.members.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapterError
@@ -267,7 +268,10 @@ def test_a_deadline_outlives_the_controller(server, came, goes):
 def test_an_engine_keeps_the_version_in_its_weights_past_the_deadline_and_the_controller(server, goes):
     add(server)
     record = server.adapters.listings.get("law").record
-    joined = [server.controller.clients.join(name, merged=its)[0] for name, its in (("m", record.version), ("e", ""))]
+    joined = [
+        server.controller.clients.join(name, EngineTraits(merged=its))[0]
+        for name, its in (("m", record.version), ("e", ""))
+    ]
     engine, other = (lease.client for lease in joined)
 
     def holders():

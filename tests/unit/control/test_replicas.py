@@ -158,11 +158,7 @@ def test_a_shard_that_comes_back_is_told_the_clients_before_what_they_hold(contr
 
 def test_clients_that_push_are_spread_over_replicas(controller):
     leases = controller.clients.leases
-    first, idle, second, third = (leases.grant("engine") for _ in range(4))
-    for lease in (first, second, third):
-        leases.prefer(lease, LAYOUT.replicas)
+    first, idle, second, third = (leases.grant("engine", replicas=one) for one in (2, 0, 2, 2))
     assert (first.replica, second.replica, third.replica, idle.replica) == (0, 1, 0, -1)
     leases.end(second.client, second.epoch)
-    fourth = leases.grant("engine")
-    leases.prefer(fourth, LAYOUT.replicas)
-    assert fourth.replica == 1, "the engine that preferred it has left"
+    assert leases.grant("engine", replicas=2).replica == 1, "the engine that preferred it has left"
