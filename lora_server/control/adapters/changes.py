@@ -18,7 +18,7 @@ from lora_server.control.admission.service import AdmissionService
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import PendingCommand, wait_all
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import AdapterExistsError, ConfigError, LoraServerError
+from lora_server.errors import AdapterExistsError, LoraServerError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire.events import ADAPTER, AdapterAdded, AdapterRefused, AdapterRemoved, AdapterUpdated
 
@@ -151,22 +151,7 @@ class CatalogChanges:
         log.info("adapter removed", **described(record), holders=self.holders(record), **why)
         return self._sync.note(record.handle)
 
-    def set_pinned(self, record: Record, pinned: bool) -> None:
-        """Pin an adapter for good, or unpin it."""
-        record = self._amend(record, pinned=pinned)
-        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
-
-    def set_class(self, record: Record, slo_class: str) -> None:
-        """Give an adapter an SLO class for good; empty: none of its own. Raises ConfigError for a directory's."""
-        if record.of_directory:
-            raise ConfigError(
-                f"adapter {record.name!r}: comes from --adapters, got SLO class {slo_class!r}; name it in the file of "
-                "--classes"
-            )
-        record = self._amend(record, slo_class=slo_class)
-        log.info("adapter has another SLO class", **described(record), slo_class=slo_class)
-
-    def _amend(self, record: Record, **fields: Any) -> Record:
+    def amend(self, record: Record, **fields: Any) -> None:
         """Write fields of a listed adapter to the ledger, and have shards keep them, for the next controller."""
         with self.lock:
             self.check_served(record)
@@ -176,7 +161,6 @@ class CatalogChanges:
             notes = self._sync.note(record.handle)
             self._admission.collect()
         self.wait_noted(notes, record.name)
-        return record
 
     def wait_noted(self, notes: list[PendingCommand], name: str) -> None:
         """Wait until every shard keeps a change."""

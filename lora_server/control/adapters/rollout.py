@@ -27,6 +27,7 @@ from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import (
     AdapterExistsError,
     AdapterSourceError,
+    ConfigError,
     LoraServerError,
     UnknownAdapterError,
     rebuild,
@@ -113,10 +114,20 @@ class AdapterRollout:
                 self.remove(name)
             raise
         if slo_class not in (None, record.slo_class):
-            self._changes.set_class(record, slo_class or "")
+            self._set_class(record, slo_class or "")
         spent = round(self._clock.now() - began, 3)
         log.info("adapter added" if new else "adapter added again", **described(record), seconds=spent)
         return record
+
+    def _set_class(self, record: Record, slo_class: str) -> None:
+        """Give an adapter an SLO class for good; empty: none of its own. Raises ConfigError for a directory's."""
+        if record.of_directory:
+            raise ConfigError(
+                f"adapter {record.name!r}: comes from --adapters, got SLO class {slo_class!r}; name it in the file of "
+                "--classes"
+            )
+        self._changes.amend(record, slo_class=slo_class)
+        log.info("adapter has another SLO class", **described(record), slo_class=slo_class)
 
     def _left(self, deadline: float) -> float:
         return max(0.0, round(deadline - self._clock.now(), 1))
@@ -286,12 +297,15 @@ class AdapterRollout:
         except LoraServerError as error:
             self._sync.note(record.handle)
             raise rebuild(error.code, f"adapter {name!r} was not pinned: {error}") from error
-        self._changes.set_pinned(record, True)
+        self._changes.amend(record, pinned=True)
+        log.info("adapter pinned", **described(record))
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted as others are."""
         self._catalog.start.require_settled()
-        self._changes.set_pinned(self._catalog.get(name), False)
+        record = self._catalog.get(name)
+        self._changes.amend(record, pinned=False)
+        log.info("adapter unpinned", **described(record))
 
 
 @contextlib.contextmanager

@@ -311,7 +311,7 @@ def test_tickets_that_can_never_be_admitted_are_refused(serve):
 def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
     controller, shard = serve(most_active=2)
     one = join(controller)
-    controller.adapters.changes.set_pinned(controller.adapters.listings.get("a").record, True)
+    controller.adapters.changes.amend(controller.adapters.listings.get("a").record, pinned=True)
     until(lambda: shard.memory.active == {1}, "it stays")
     assert controller.requests.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
     assert "4 are needed" in controller.requests.acquire(one, ["c"], 2)[1].reason.replace(" B", "")

@@ -93,7 +93,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     @rule(name=NAMES, pinned=st.booleans())
     def pin(self, name, pinned):
         if name in self.listed:
-            self.adapters.changes.set_pinned(self.adapters.listings.get(name).record, pinned)
+            self.adapters.changes.amend(self.adapters.listings.get(name).record, pinned=pinned)
 
     @rule(client=st.integers(4, 5), name=NAMES, times=st.integers(1, 2))
     def a_client_of_an_earlier_controller(self, client, name, times):
