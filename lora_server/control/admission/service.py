@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import structlog
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
-from lora_server.control.adapters.records import Record, split_version
+from lora_server.control.adapters.records import Record
 from lora_server.control.admission.capacity import PoolCapacity
 from lora_server.control.admission.classes import AdmissionClasses
 from lora_server.control.admission.cut_offs import CutOffs, MergedIn
@@ -26,6 +25,7 @@ from lora_server.control.admission.tally import Tally
 from lora_server.control.admission.updates import HoldUpdates
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle
+from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
 from lora_server.slo import NO_CLASSES, SloClasses
@@ -81,7 +81,7 @@ class AdmissionService:
 
         self.holds = ClientHolds(changed)
         self.queue = AdmissionQueue(
-            self._resolve,
+            partial(_resolve, catalog, sync.residency),
             PoolCapacity(most_active, sync.sizes),
             self.holds,
             HoldUpdates(tell, self._changed),
@@ -90,7 +90,7 @@ class AdmissionService:
             loads=TicketLoads(sync.residency.seconds_left, timings.loading),
             counters=AdmissionCounters(events or EventLog(clock)),
         )
-        self.cut_offs = CutOffs(self.holds, clock, merged_in)
+        self.cut_offs = CutOffs(catalog, self.holds, clock, merged_in)
 
     # -- clients
 
@@ -123,18 +123,11 @@ class AdmissionService:
                 return AdmissionAnswer(_records(self._catalog, answer.handles), loading=answer.seconds)
             if not isinstance(answer, QueuePosition):
                 return AdmissionAnswer(_records(self._catalog, answer))
-            records = _records(self._catalog, self._resolve(names))
+            records = _records(self._catalog, self.queue.resolve(names))
             for record in records:
                 if self._sync.sizes.unmeasured([record.handle]) is not None:  # shards measure it before the others
                     self._sync.load(record)
             return AdmissionAnswer(records, queued=answer)
-
-    def _resolve(self, names: Sequence[str]) -> list[int]:
-        records = [self._catalog.named(name) for name in names]
-        for record in records:
-            if error := self._sync.residency.error(record.handle):
-                raise AdapterLoadError(f"adapter {record.name!r}: {error}")
-        return [record.handle for record in records]
 
     def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
         """Wait until one of these is answered, for at most `seconds`; return those that are."""
@@ -226,7 +219,7 @@ class AdmissionService:
         """Set when draining adapters are taken from their clients, by handle, in seconds since 1970. The first
         deadline of a handle stays."""
         with self._changed:
-            self.cut_offs.begin(deadlines, self._catalog.marks()[1])
+            self.cut_offs.begin(deadlines)
 
     def cut_off(self) -> None:
         """Take adapters that drain for too long from their clients, but not from those that keep them (see CutOffs).
@@ -234,7 +227,7 @@ class AdmissionService:
         with self._changed:
             over = self.cut_offs.over()
             for handle in over:
-                if cut := self.queue.revoke(handle, self._keepers(handle)):
+                if cut := self.queue.revoke(handle, self.cut_offs.keepers(handle)):
                     log.warning(
                         "adapter taken from clients", name=name_of(self._catalog, handle), handle=handle, clients=cut
                     )
@@ -250,30 +243,22 @@ class AdmissionService:
                 self.queue.capacity.set_pinned(pinned)
                 self.queue.admit()
             self._changed.notify_all()
-            unknown, awaited = self.holds.any_unknown(), self._awaited() if draining else ()
-            over = set(self.cut_offs.over())
-            for handle in draining:
-                held = unknown or self.holds.by_client(handle) or handle in awaited
-                if not (self._keepers(handle) if handle in over else held):
-                    self.cut_offs.forget(handle)
-                    self.queue.updates.flush(now=True)  # no shard drops what it is told of afterwards
-                    self._catalog.remove(handle)
-                    self.queue.capacity.forget(handle)
-                    self._sync.drop(handle)
-                    self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
+            for handle in self.cut_offs.unused(draining, self.queue.tickets.waiting.names()):
+                self.cut_offs.forget(handle)
+                self.queue.updates.flush(now=True)  # no shard drops what it is told of afterwards
+                self._catalog.remove(handle)
+                self.queue.capacity.forget(handle)
+                self._sync.drop(handle)
+                self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
 
-    def _keepers(self, handle: int) -> set[int]:
-        record = self._catalog.by_handle(handle)
-        return set() if record is None else self.cut_offs.keepers(handle, record.version)
 
-    def _awaited(self) -> set[int]:
-        """Return the versions that tickets wait for by NAME@DIGEST."""
-        names = {one for names in self.queue.tickets.waiting.names() for one in names if split_version(one)[1]}
-        awaited = set()
-        for name in names:
-            with contextlib.suppress(UnknownAdapterError):  # the ticket's answer
-                awaited.add(self._catalog.named(name).handle)
-        return awaited
+def _resolve(catalog: AdapterCatalog, residency: ResidencyTable, names: Sequence[str]) -> list[int]:
+    """Return the handles of names. Raises UnknownAdapterError, AdapterLoadError."""
+    records = [catalog.named(name) for name in names]
+    for record in records:
+        if error := residency.error(record.handle):
+            raise AdapterLoadError(f"adapter {record.name!r}: {error}")
+    return [record.handle for record in records]
 
 
 def _records(catalog: AdapterCatalog, handles: Iterable[int]) -> list[Record]:
