@@ -57,6 +57,27 @@ def hold_version(
     return held
 
 
+class SchedulerHold:
+    """Holds the merged version, if there is one, in one session of an engine's scheduler after the other."""
+
+    def __init__(self, record: MergedRecord | None, seconds: float) -> None:
+        """`seconds`: the longest that `renew` waits."""
+        self.record, self._seconds = record, seconds
+        self._held: tuple[Session, Held] | None = None
+
+    def renew(self, session: Session) -> None:
+        """Hold it in this session, for as long as that lives. Raises GeometryMismatchError, UnknownAdapterError,
+        ServerUnavailableError."""
+        if self.record is not None and self.held_in(session) is None:
+            check_merged(self.record, session.terms)
+            deadline = time.monotonic() + self._seconds
+            self._held = session, hold_version(self.record, session.acquire, deadline)
+
+    def held_in(self, session: Session) -> Held | None:
+        """Return the adapter in the weights, as it is held in a session; None without one, or while it is not held."""
+        return self._held[1] if self._held is not None and self._held[0] is session else None
+
+
 class MergedHold:
     """Holds the merged version in a client's current session, as long as the client lives. One thread."""
 

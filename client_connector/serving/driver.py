@@ -149,7 +149,7 @@ class RequestDriver:
             lacking = Failure(
                 "not_invoked", f"adapter {request.name!r}: the prompt lacks its invocation {list(tokens)}"
             )
-        goes_on = self._session.record is not None  # rows of the base model need the server, as an adapter's do
+        goes_on = self._session.merged.record is not None  # rows of the base model need the server, as an adapter's do
         with self._lock:
             begins = NEVER if start is None else start
             request.state = request.state.identified(held.version, begins, lacking if goes_on else None)

@@ -149,7 +149,7 @@ class AdapterLeases:
         for request in requests.values():
             self._driver.resume(request, waits=True)
         session = self._session.current
-        merged = self._session.merged_in(session)
+        merged = self._session.merged.held_in(session)
         if merged is None and self._record is not None:
             return StepPlan(void=tuple(requests))
         held = {name: one for name, request in requests.items() if (one := request.held_in(session)) is not None}

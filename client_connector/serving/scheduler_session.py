@@ -11,7 +11,7 @@ import structlog
 
 from client_connector.directory import AdapterDirectory
 from client_connector.holds import Answer, LoadingAnswer, QueuedAnswer
-from client_connector.merged import check_merged, hold_version
+from client_connector.merged import SchedulerHold
 from client_connector.reconnect import Reconnector, while_away
 from client_connector.remote import RemoteServer, RemoteSession
 from client_connector.serving.poller import AdapterRequest, AdmissionTicket
@@ -19,7 +19,6 @@ from client_connector.serving.settings import Settings
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.merged import MergedRecord
 from lora_server.wire.terms import Held
-from lora_server.wire.waits import WaitHistograms
 
 CHECK_SECONDS = 1.0  # for a server to say whether a lease is good
 log = structlog.get_logger()
@@ -35,7 +34,7 @@ class SchedulerSession:
         """Join, and hold what `record` says is merged into the weights. Raises ServerUnavailableError; ConfigError if a
         name of the base model hides an adapter; GeometryMismatchError or UnknownAdapterError if the server has another
         base model, or not the merged version."""
-        self._settings, self.record = settings, record
+        self._settings = settings
         self._server = RemoteServer(
             settings.address,
             settings.transport,
@@ -50,10 +49,11 @@ class SchedulerSession:
         self.current: RemoteSession = self._server.join(settings.timeout_seconds)
         if self.current.terms.hidden_adapters:
             self.current.leave()
-            raise ConfigError(self._hidden())
-        self._merged: tuple[RemoteSession, Held] | None = None
+            raise ConfigError(_hidden(settings, self.current))
+        self.merged = SchedulerHold(record, settings.timeout_seconds)
+        self.waits = self._server.waits  # of requests, until the server has heard of them
         try:
-            self._hold_merged()
+            self.merged.renew(self.current)
         except BaseException:
             self.current.leave()
             raise
@@ -61,35 +61,11 @@ class SchedulerSession:
         self._reconnector = Reconnector(self._rejoin, "scheduler")
         self._directory = AdapterDirectory(settings.address, timings=settings.timings)
 
-    def _hidden(self) -> str:
-        names, hidden = list(self._settings.served_names), list(self.current.terms.hidden_adapters)
-        return (
-            f"served names {names}: {hidden} are adapters of the server {self._settings.address} too, "
-            "and requests for them would be answered by the base model; "
-            "serve the base model under another name (vLLM: --served-model-name), or remove them"
-        )
-
-    def _hold_merged(self) -> None:
-        """Hold the merged version in the current session, for as long as that lives."""
-        if self.record is not None and self.merged_in(self.current) is None:
-            check_merged(self.record, self.current.terms)
-            deadline = time.monotonic() + self._settings.timeout_seconds
-            self._merged = self.current, hold_version(self.record, self.current.acquire, deadline)
-
-    @property
-    def waits(self) -> WaitHistograms:
-        """What requests waited for, until the server has heard of it."""
-        return self._server.waits
-
-    def merged_in(self, session: RemoteSession) -> Held | None:
-        """Return the adapter in the weights, as it is held in a session; None without one, or while it is not held."""
-        return self._merged[1] if self._merged is not None and self._merged[0] is session else None
-
     def _merged_for(self, request: AdapterRequest) -> Held | None:
         """Return the answer to a request of the base model. Raises ServerUnavailableError for any request while the
         adapter in the weights is not held."""
-        merged = self.merged_in(self.current)
-        if self.record is not None and merged is None:
+        merged = self.merged.held_in(self.current)
+        if self.merged.record is not None and merged is None:
             raise self.away_error()
         return merged if request.is_base else None
 
@@ -189,8 +165,8 @@ class SchedulerSession:
             old, self.current = self.current, self._server.join(self._settings.timeout_seconds)
             old.leave()
             if self.current.terms.hidden_adapters:  # requests of the base model are served all the same
-                log.error("adapters are hidden", error=self._hidden())
-        self._hold_merged()
+                log.error("adapters are hidden", error=_hidden(self._settings, self.current))
+        self.merged.renew(self.current)
         self._suspect = False
 
     def close(self) -> None:
@@ -199,3 +175,12 @@ class SchedulerSession:
         self._directory.close()
         with self._calls:
             self.current.leave()
+
+
+def _hidden(settings: Settings, session: RemoteSession) -> str:
+    names, hidden = list(settings.served_names), list(session.terms.hidden_adapters)
+    return (
+        f"served names {names}: {hidden} are adapters of the server {settings.address} too, "
+        "and requests for them would be answered by the base model; "
+        "serve the base model under another name (vLLM: --served-model-name), or remove them"
+    )
