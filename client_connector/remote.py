@@ -144,7 +144,6 @@ class RemoteSession(Session):
             lease.server,
             tuple(lease.hidden_adapters),
             lease.adapters,
-            lease.slo_class,
             agreed_wire(lease.wire, self._server.wire),
             lease.base_weights,
         )

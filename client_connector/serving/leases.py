@@ -85,7 +85,7 @@ class AdapterLeases:
             self._session.waits.add(request.waits.seconds)
         attributes = {"request": request_id, "adapters": request.name, "failure": failure.code if failure else ""}
         waited = {f"wait_{stage}": seconds for stage, seconds in request.waits.seconds.items()}
-        telemetry.record("lora.generation", request.began, request.trace, **attributes, **waited)
+        telemetry.record("lora.generation", request.waits.began, request.trace, **attributes, **waited)
 
     def pause(self, request_id: str) -> None:
         """Give the adapter of a preempted request back; it is acquired again when the request is scheduled again."""

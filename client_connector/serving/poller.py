@@ -35,7 +35,6 @@ class AdapterRequest:
     prompt: Sequence[int] | None = None
     trace: Mapping[str, str] | None = None  # headers of the request's span
     pace: float | None = 0.0  # seconds that its adapter may still load when it is scheduled; None: any
-    began: float = field(default_factory=time.monotonic)
     is_base: bool = False  # of the base model, whose rows need what is merged into the weights (name)
     state: RequestState = field(default_factory=RequestState)
     ticket: AdmissionTicket | None = None

@@ -18,11 +18,12 @@ _STAGE_OF = {
 
 
 class RequestWaits:
-    """The seconds of one request in each stage; begins in the first. One thread at a time."""
+    """The seconds of one request in each stage; begins in the first, at `began`. One thread at a time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds = dict.fromkeys(WAITS, 0.0)
-        self._now, self._stage, self._since = now, NAME, now()
+        self.began = now()
+        self._now, self._stage, self._since = now, NAME, self.began
 
     def enter(self, phase: Phase) -> None:
         """Note the request's next phase."""

@@ -167,8 +167,8 @@ class KernelNotes:
     kernel: ServeKernel
     clients: KernelClients
     counters: StepCounters
-    complain: Repeats
     timings: Timings
+    complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
     def run(self, closing: threading.Event) -> None:
         """Read notes until the event is set."""
@@ -210,13 +210,10 @@ class DeviceShardHost:
 
     def __post_init__(self) -> None:
         self.clients = KernelClients(self.index, self.port, self.kernel)
-        self._complain = Repeats(log.warning)
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped()`. Raises KernelLostError, after which the process must end."""
-        notes = KernelNotes(
-            self.index, self.store, self.kernel, self.clients, self.counters, self._complain, self.timings
-        )
+        notes = KernelNotes(self.index, self.store, self.kernel, self.clients, self.counters, self.timings)
         closing = threading.Event()
         reader = threading.Thread(target=notes.run, args=(closing,), name="kernel-notes", daemon=True)
         reader.start()
@@ -224,6 +221,8 @@ class DeviceShardHost:
             self.kernel.start()
         while not stopped():
             self._round()
+            notes.complain.flush()
+            self.port.wait(CARRY_SECONDS if self.clients.carrying else self.timings.kernel_look)
         self.kernel.stop()
         closing.set()
         reader.join()
@@ -251,5 +250,3 @@ class DeviceShardHost:
             carrier.carry(self.port.respond)
             if not carrier.waits:
                 carrying.discard(carrier)
-        self._complain.flush()
-        self.port.wait(CARRY_SECONDS if carrying else self.timings.kernel_look)

@@ -32,7 +32,6 @@ class Terms:
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
     hidden_adapters: tuple[str, ...] = ()  # adapters that the client cannot serve: its base model has their names
     num_adapters: int = 0  # of the server when this was agreed
-    slo_class: str = ""  # that the server gave the client
     wire: Wire = "exact"
     base_weights: str = ""  # fingerprint of the server's base model; empty: it has no weights
 
