@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from bench import harness
-from lora_server.memory.entry import AdapterEntry, Footprint, Source
+from lora_server.memory.entry import AdapterEntry, Footprint, Reason, Source, Want
 from lora_server.memory.eviction import POLICIES, Policy, may_go, victims
-from lora_server.memory.want import Reason, Want
 from provisioning.workload import servegen, traces
 from provisioning.workload.requests import Requests
 

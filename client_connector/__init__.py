@@ -1,10 +1,10 @@
 """The connector: an engine-neutral client, and one folder of hooks per engine.
 
 remote        joining a server                  client       a joined client: start, finish, recover
-lease         calls that prove it               exchange     one site of one step
+lease         calls that prove it, prefetches   exchange     one site of one step
 lanes         which link a shard's steps take   twins        links to replicas, lost and connected again
 holds         what it holds, calls in batches   world        NVSHMEM's, which must be complete
-directory     the server's list of adapters     prefetch     signals before a first step
+directory     the server's list of adapters
 reconnect     while a server is away            packing      messages <-> slots
 routing       rows -> messages                  geometry     the same base model at both ends
 routed        rows -> messages on a device      session      what a client has after joining

@@ -1,8 +1,9 @@
-"""A client's calls to the controller, which prove its lease."""
+"""A client's calls to the controller, which prove its lease, and its prefetches, which nothing waits for."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -67,3 +68,41 @@ class LeaseCalls:
     def close(self) -> None:
         """Close the channel; idempotent."""
         self._channel.close()
+
+
+PREFETCH_SECONDS = 5.0
+
+
+class PrefetchSender:
+    """Thread-safe; never blocks. `method` is Clients.Prefetch of a stub."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+        self._lock = threading.RLock()  # a call that has ended already calls back at once
+        self._busy = self._closed = False
+        self._next: pb.PrefetchRequest | None = None
+
+    def send(self, request: pb.PrefetchRequest) -> None:
+        """Send a hint; if it is lost, the step itself asks for the weights."""
+        with self._lock:
+            self._next = request
+            if not self._busy and not self._closed:
+                self._start()
+
+    def _start(self) -> None:
+        request, self._next, self._busy = self._next, None, True
+        try:
+            self._method.future(request, timeout=PREFETCH_SECONDS).add_done_callback(self._ended)
+        except ValueError:  # the channel was closed
+            self._closed = True
+
+    def _ended(self, _: Any) -> None:
+        with self._lock:
+            self._busy = False
+            if self._next is not None and not self._closed:
+                self._start()
+
+    def close(self) -> None:
+        """Stop before the channel closes; idempotent."""
+        with self._lock:
+            self._closed = True

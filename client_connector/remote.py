@@ -23,8 +23,7 @@ from client_connector.connect import (
     tell_far,
 )
 from client_connector.holds import Answer, Holdings, HoldSender, LoadingAnswer, QueuedAnswer
-from client_connector.lease import LeaseCalls
-from client_connector.prefetch import PrefetchSender
+from client_connector.lease import LeaseCalls, PrefetchSender
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
 from client_connector.twins import TwinLinks

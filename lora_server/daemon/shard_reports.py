@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from lora_server.errors import AdapterSourceError
+from lora_server.memory.entry import NEVER
 from lora_server.memory.report import AdapterResidency
-from lora_server.memory.want import NEVER
 from lora_server.shard.coordination import StageRole
 from lora_server.shard.device_host import DeviceShardHost
 from lora_server.shard.loop import Shard

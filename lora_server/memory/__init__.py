@@ -2,13 +2,13 @@
 
 store      the facade that steps use: pin, gather, prefetch
 adapters   commands: register, load, keep, drop         report     what is where
-table      the adapters that a shard knows              entry      one of them, and the states of its layers
-want       a reason to load one                         load_queue wants in the order of their urgency
+table      the adapters that a shard knows              entry      one of them, why it is loaded, its layers' states
+load_queue entries in the order of their urgency
 planner    chooses what to load next                    loader     the thread that loads it
 forecast   when it is loaded                            lock       of the store; answers wait for its release
 layers     from files to memory, layer by layer         fetching   remote files, to the disk cache
 preload    what fills idle memory                       pins       what steps read now
-evictor    reserves memory, and evicts for it           claims     active and pinned adapters
+evictor    reserves memory, and evicts for it, but not what clients hold or pinned
 eviction   the policies: which entries are evicted      manifest   where in its memory each block lies
 pools      bytes that are allocated and freed           formats    how a block's weights lie in them
 mapped     a pool of the operating system's pages       pages      a pool of 2 MiB pages, on a GPU or pinned

@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterable, Mapping
 
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.entry import AdapterEntry, Source
+from lora_server.memory.entry import AdapterEntry, Done, Reason, Source, Want
 from lora_server.memory.loader import Loader
 from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
-from lora_server.memory.want import Done, Reason, Want
 from lora_server.telemetry import NOTHING
 
 

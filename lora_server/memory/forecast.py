@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from lora_server.memory.entry import AdapterEntry
-from lora_server.memory.want import NEVER
+from lora_server.memory.entry import NEVER, AdapterEntry
 
 NEWEST = 0.25  # share of the newest layer in a rate
 

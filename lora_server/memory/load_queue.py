@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from enum import IntEnum
 
 from lora_server.errors import AdapterLoadError, LoraServerError
-from lora_server.memory.entry import AdapterEntry
-from lora_server.memory.want import Answer, Reason, Want
+from lora_server.memory.entry import AdapterEntry, Answer, Reason, Want
 
 _AWAITED = frozenset({Reason.ADD, Reason.PIN})  # answered when the adapter is complete
 _MEASURES = frozenset({Reason.FETCH, Reason.MEASURE})  # answered when its size is known

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from lora_server import telemetry
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.histogram import Histogram
-from lora_server.memory.entry import AdapterEntry, LoadFailure
+from lora_server.memory.entry import AdapterEntry, Answer, LoadFailure, Reason
 from lora_server.memory.lock import StoreLock
 from lora_server.memory.pins import Pins
 from lora_server.memory.planner import LoadPlanner
-from lora_server.memory.want import Answer, Reason
 from lora_server.sources.cache import Lease
 from lora_server.telemetry import NOTHING
 from lora_server.timings import Timings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from lora_server.memory.want import Answer
+from lora_server.memory.entry import Answer
 
 
 class StoreLock:

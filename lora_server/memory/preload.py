@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lora_server.memory.entry import AdapterEntry, Source
+from lora_server.memory.entry import AdapterEntry, Reason, Source, Want
 from lora_server.memory.eviction import value_density
 from lora_server.memory.pools import Pool
-from lora_server.memory.want import Reason, Want
 from lora_server.timings import Timings
 
 

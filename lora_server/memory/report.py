@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.histogram import Histogram
-from lora_server.memory.entry import AdapterEntry, LayerState
+from lora_server.memory.entry import NEVER, AdapterEntry, LayerState
 from lora_server.memory.loader import LoadStats
 from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
-from lora_server.memory.want import NEVER
 
 
 class MemoryUse(NamedTuple):

@@ -12,10 +12,9 @@ import numpy.typing as npt
 
 from lora_server.errors import LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.adapters import ShardAdapters
-from lora_server.memory.claims import Claims
-from lora_server.memory.entry import LayerState
+from lora_server.memory.entry import LayerState, Reason, Want
 from lora_server.memory.eviction import Policy, lru
-from lora_server.memory.evictor import Evictor, UsageLog
+from lora_server.memory.evictor import Claims, Evictor, UsageLog
 from lora_server.memory.fetching import RemoteFiles
 from lora_server.memory.layers import LayerLoader
 from lora_server.memory.load_queue import LoadQueue
@@ -29,7 +28,6 @@ from lora_server.memory.preload import Preloader
 from lora_server.memory.report import MemoryReport
 from lora_server.memory.table import AdapterTable
 from lora_server.memory.tier import Tier
-from lora_server.memory.want import Reason, Want
 from lora_server.placement import Placement
 from lora_server.sources.fetch import Fetcher
 from lora_server.spec import Site

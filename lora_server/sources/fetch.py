@@ -16,8 +16,7 @@ import structlog
 from lora_server.adapters import AdapterLimits, open_adapter, validate_adapter
 from lora_server.errors import AdapterError, AdapterFormatError, AdapterSourceError
 from lora_server.sources.cache import Claim, DiskCache, Lease
-from lora_server.sources.remote import RemoteAdapter
-from lora_server.sources.retries import patiently
+from lora_server.sources.remote import RemoteAdapter, patiently
 from lora_server.spec import ModelSpec
 
 NODE0 = "node0://"  # before a path of node 0, for shards of other nodes

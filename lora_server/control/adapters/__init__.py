@@ -1,7 +1,7 @@
 """Adapters: what there is, by name, and how names change.
 
 server_adapters   puts together:              records        one version of an adapter
-catalog    names, versions, refusals        catalog_ledger   what of it is kept for good
+catalog    names, versions, refusals, and what of them is kept for good
 changes    the steps of a change            rollout          add, update, rollback, remove, pin
 sources:   directory (watch, stamps), peers, resolver; restart takes over from an earlier controller
 refusals   what is not served, and why

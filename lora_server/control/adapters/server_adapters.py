@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
-from lora_server.control.adapters.catalog import AdapterCatalog
-from lora_server.control.adapters.catalog_ledger import CatalogLedger
+from lora_server.control.adapters.catalog import AdapterCatalog, CatalogLedger
 from lora_server.control.adapters.changes import CatalogChanges
 from lora_server.control.adapters.directory import DirectorySource
 from lora_server.control.adapters.failures import UpdateFailures

@@ -21,12 +21,10 @@ from typing import NamedTuple
 
 from lora_server import telemetry
 from lora_server.control.admission.capacity import PoolCapacity
-from lora_server.control.admission.holds import ClientHolds
-from lora_server.control.admission.loading import TicketLoads
+from lora_server.control.admission.holds import ClientHolds, HoldUpdates
 from lora_server.control.admission.order import FirstTicket
 from lora_server.control.admission.table import TicketTable
-from lora_server.control.admission.tickets import NO_CLASS, Ticket, TicketClass, TicketKey
-from lora_server.control.admission.updates import HoldUpdates
+from lora_server.control.admission.tickets import NO_CLASS, Ticket, TicketClass, TicketKey, TicketLoads
 from lora_server.control.events.log import EventLog
 from lora_server.errors import AdmissionError, LoraServerError
 from lora_server.histogram import Histogram

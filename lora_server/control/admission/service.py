@@ -13,16 +13,14 @@ from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.records import Record
 from lora_server.control.admission.capacity import PoolCapacity
-from lora_server.control.admission.classes import AdmissionClasses
 from lora_server.control.admission.cut_offs import CutOffs, MergedIn
-from lora_server.control.admission.holds import ClientHolds
-from lora_server.control.admission.loading import TicketLoads
+from lora_server.control.admission.holds import ClientHolds, HoldUpdates
 from lora_server.control.admission.names import NamesInUse
 from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.queue import AdapterLoading, AdmissionCounters, AdmissionQueue, QueuePosition
 from lora_server.control.admission.table import TicketTable
 from lora_server.control.admission.tally import Tally
-from lora_server.control.admission.updates import HoldUpdates
+from lora_server.control.admission.tickets import AdmissionClasses, TicketLoads
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle
 from lora_server.control.sync.residency import ResidencyTable

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.holds import HoldUpdates
 from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
 from lora_server.control.admission.tickets import TicketClass
-from lora_server.control.admission.updates import HoldUpdates
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.slo import SloClasses
 from lora_server.timings import Timings

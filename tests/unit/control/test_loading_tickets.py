@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lora_server.control.admission.loading import TicketLoads
 from lora_server.control.admission.queue import AdapterLoading, AdmissionQueue
+from lora_server.control.admission.tickets import TicketLoads
 from lora_server.control.reports.status import status
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.errors import AdapterFormatError, AdapterNotLoadedError, AdmissionError

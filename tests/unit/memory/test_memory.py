@@ -13,10 +13,9 @@ from lora_server.adapters import open_adapter
 from lora_server.daemon.backends import MemorySettings
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
-from lora_server.memory.entry import HALF_LIFE, AdapterEntry, Footprint, LayerState, Source
+from lora_server.memory.entry import HALF_LIFE, AdapterEntry, Footprint, LayerState, Reason, Source, Want
 from lora_server.memory.eviction import IN_USE_SECONDS, POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
-from lora_server.memory.want import Reason, Want
 from lora_server.spec import Site
 from lora_server.timings import Timings
 from lora_server.units import Size

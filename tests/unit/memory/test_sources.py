@@ -20,7 +20,7 @@ from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterFormatError, AdapterLoadError, AdapterSourceError, ConfigError
 from lora_server.memory.entry import Source
 from lora_server.sources.cache import DiskCache
-from lora_server.sources.retries import may_pass
+from lora_server.sources.remote import may_pass
 from lora_server.sources.urls import canonical, is_remote
 from lora_server.units import Size
 from tests.support.certificates import Authority

@@ -13,9 +13,8 @@ from lora_server.control.sync.prewarm import Prewarm, PrewarmLoad
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.sizes import PoolSizes
 from lora_server.demo import tiny
-from lora_server.memory.entry import AdapterEntry, Footprint, Source
+from lora_server.memory.entry import AdapterEntry, Footprint, Reason, Source, Want
 from lora_server.memory.eviction import IN_USE_SECONDS, victims
-from lora_server.memory.want import Reason, Want
 from lora_server.placement import Layout, Placement
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.serving import until
