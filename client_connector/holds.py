@@ -78,6 +78,15 @@ class Ask(NamedTuple):
         self.answer.set_exception(own)
 
 
+class HoldReport(NamedTuple):
+    """A caller's wish that the controller hears of changes, with `restores` of all that is held; `reported` is set once
+    it was told, or could not be reached. One that `hurries` waits for no others."""
+
+    reported: threading.Event
+    restores: bool
+    hurries: bool
+
+
 class Holdings:
     """Handles that a lease holds, and changes that the controller has not heard of. Thread-safe."""
 
@@ -153,13 +162,16 @@ class Holdings:
 
 class HoldSender:
     """Acquires and releases adapters under a lease, on a thread of its own. Thread-safe; blocks nowhere but in a
-    `report` that waits."""
+    `report` that waits.
+
+    A request goes with the next call. A release waits for others, those of the engine's tick, unless its caller waits.
+    """
 
     def __init__(self, calls: LeaseCalls, holdings: Holdings, timings: Timings) -> None:
         self._calls, self._holdings, self._timings = calls, holdings, timings
         self._asks: deque[Ask] = deque()
-        self._reports: list[threading.Event] = []
-        self._restores = self._closed = False
+        self._reports: list[HoldReport] = []
+        self._closed = False
         self._changed = threading.Condition()  # these
         self._thread: threading.Thread | None = None
         self._known: dict[int, Held] = {}
@@ -186,8 +198,7 @@ class HoldSender:
         with self._changed:
             if self._closed or not (restores or self._holdings.has_changes):
                 return
-            self._restores |= restores
-            self._reports.append(reported)
+            self._reports.append(HoldReport(reported, restores, hurries=restores or seconds > 0))
             self._wake()
         reported.wait(seconds)
 
@@ -200,8 +211,8 @@ class HoldSender:
             self._changed.notify()
         for ask in asks:
             ask.fail(self._left())
-        for reported in reports:
-            reported.set()
+        for one in reports:
+            one.reported.set()
 
     def _left(self) -> ServerUnavailableError:
         return ServerUnavailableError(f"server {self._calls.address}: this session was left; join again")
@@ -216,13 +227,17 @@ class HoldSender:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._asks or self._reports or self._closed)
+                self._changed.wait_for(self._is_urgent, self._timings.release_gap)
                 if self._closed:
                     return
-                asks, reports, restores = self._take(), self._reports, self._restores
-                self._reports, self._restores = [], False
-            self._send(asks, restores)
-            for reported in reports:
-                reported.set()
+                asks, reports = self._take(), self._reports
+                self._reports = []
+            self._send(asks, any(one.restores for one in reports))
+            for one in reports:
+                one.reported.set()
+
+    def _is_urgent(self) -> bool:
+        return bool(self._asks) or self._closed or any(one.hurries for one in self._reports)
 
     def _take(self) -> list[Ask]:
         asks: list[Ask] = []

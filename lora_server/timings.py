@@ -86,6 +86,7 @@ class Timings:
     # engines
     call: float = 10.0  # of the connector to the controller
     release: float = 1.0  # of a call that gives something back; the next heartbeat repeats it
+    release_gap: float = 2e-3  # a release waits so long for others of its engine's tick, and for the next request
     heartbeat: float = 1.0  # between two, or a quarter of the lease if that is shorter
     queue_look: float = 0.05  # between two looks at the queue where the server has no thread left to wait on
     queue_wait: float = 0.1  # of one call that waits for a place

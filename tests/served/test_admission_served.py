@@ -24,6 +24,7 @@ from lora_server.errors import AdapterLoadError, AdmissionError, ServerUnavailab
 from lora_server.placement import Layout, Placement
 from tests.support import serving, stores
 from tests.support.fleet import start_checking
+from tests.support.provision import SLO, provision, typed
 from tests.support.serving import HANG_SECONDS, cli, flags, kill_controller, status, until
 from tests.support.workload import Workload, workload
 
@@ -138,6 +139,25 @@ def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(load
         assert [one["device_layers"] for one in shown["shards"]] == [0] * 4
         serving.kill_shard(server, 2)
         until(lambda: states() == expected, "it has what its peers have")
+
+
+def test_the_classes_of_a_plan_order_the_requests_of_its_server(load, tmp_path):
+    """`provision --classes --emit`, then `serve --config` with what it wrote."""
+    (tmp_path / "classes.yaml").write_text("gold: {slo: 'ttft_p99=1s,tpot_avg=100ms', adapters: [qv]}")
+    asked = typed(slo=SLO, model=load.base, instances=2, batch_size=8, instance_gpus=2, from_adapters=load.adapters)
+    done = provision(*asked, "--classes", tmp_path / "classes.yaml", "--no-simulate", "--emit", tmp_path / "plan")
+    assert done.exit_code == 0, done.output
+    here = ("--device", "cpu", "--device-pool", "64MiB", "--host-pool", "0", "--max-active-adapters", "1")
+    config = ("--config", str(tmp_path / "plan" / "plan.yaml"))
+    with running_server(tmp_path / "log", flags(load, *config, *here)) as server:
+        session = RemoteServer(server.address, links=False).join(HANG_SECONDS)
+        (held,) = session.acquire(["fused"], time.monotonic() + HANG_SECONDS)
+        earlier, gold = session.ticket(), session.ticket()
+        assert session.ask(earlier, ["attention"]).position == 1
+        assert session.ask(gold, ["qv"]).position == 1 and session.ask(earlier, ["attention"]).position == 2
+        session.release([held.handle])
+        until(lambda: session.wait([earlier, gold], 1.0) == [gold], "the strict class has the place")
+        session.leave()
 
 
 NAME = "fused"

@@ -25,6 +25,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.event_stream import EventStream
 from lora_server.wire.rpc import open_channel
+from tests.support.doc_commands import blocks
 from tests.support.serving import HANG_SECONDS, flags, until
 
 
@@ -70,6 +71,38 @@ def test_the_command_prints_what_happened_and_what_happens(server, load):
         listening.join(HANG_SECONDS)
         follower.stdout.close()
         directory.close()
+
+
+def test_the_page_s_example_follows_advice(server):
+    """The Python block of docs/events.md, with this server's address in place of the page's."""
+    (text,) = [block.text for block in blocks("docs/events.md") if block.language == "python"]
+    example = text.replace('"127.0.0.1:7400"', repr(server.address))
+    assert example != text
+    process = children.start([sys.executable, "-u", "-c", example], stdout=subprocess.PIPE, text=True)
+    said: set[str] = set()
+    listening = threading.Thread(target=lambda: [said.add(line) for line in process.stdout])
+    listening.start()
+    try:
+        with EventStream(server.address, kinds=("advice",)) as stream:
+
+            def told(ready):
+                found = [event.ready for one in stream.take(0.5) for event in one.batch.events]
+                return ready in found
+
+            def turns():
+                ask(server.address, "Server", "Drain", pb.DrainRequest())
+                until(lambda: told(False), "the server says that it drains")
+                ask(server.address, "Server", "Resume", pb.ResumeRequest())
+                until(lambda: told(True), "the server says that it is ready")
+                assert process.poll() is None, "the example goes on for ever"
+                return said >= {"hold back: draining 0\n", "send requests 0\n"}
+
+            until(turns, "the example said both")  # it may have subscribed behind the first
+    finally:
+        process.kill()
+        process.wait(HANG_SECONDS)
+        listening.join(HANG_SECONDS)
+        process.stdout.close()
 
 
 def test_the_socket_is_for_this_user_alone(server):

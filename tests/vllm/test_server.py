@@ -16,6 +16,7 @@ from lora_server import __version__
 from lora_server.demo import tiny
 from lora_server.demo.launch import launch
 from lora_server.errors import AdapterExistsError
+from lora_server.wire.waits import WAITS
 from tests.support.serving import HANG_SECONDS, flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ApiServer, serve
@@ -70,6 +71,29 @@ def test_vllms_log_says_whom_it_is_attached_to(load, api, server):
     expected = f"connector={__version__} server={server.address} model={status(server.address).model} layout=ep2-pp2 "
     expected += f"transport=shm wire=exact adapters={len(load.paths)}"
     assert told == [f"attached to the LoRA server {expected}"]
+
+
+def count_of(text, series) -> float:
+    """A sample of Prometheus' text; 0 before its first request."""
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_what_a_request_waited_for_is_measured(load, api, server):
+    """The lookup of its name at vLLM's own /metrics; its name, place, weights and engine at the server's."""
+    stages = [f'lora_server_request_wait_seconds_count{{tenant="(operator)",what="{what}"}}' for what in WAITS]
+
+    def counts():
+        ours = server.get("/metrics")[1]
+        looked_up = count_of(api.request("GET", "/metrics")[1], "lora_server_name_seconds_count")
+        return [looked_up, *(count_of(ours, stage) for stage in stages)]
+
+    until(lambda: min(counts()) > 0 and len({*counts()[1:]}) == 1, "heartbeats have told of the earlier requests")
+    before = counts()
+    assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
+    assert counts()[0] == before[0] + 1
+    until(lambda: counts() == [one + 1 for one in before], "its waits are told")
+    assert count_of(api.request("GET", "/metrics")[1], "lora_server_name_seconds_sum") > 0
 
 
 def test_added_while_it_serves_and_removed(load, api, directory, tmp_path):

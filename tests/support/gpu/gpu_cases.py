@@ -16,6 +16,7 @@ CASES = (
     serve.orders_wait_for_the_workers,
     serve.more_clients_than_lanes,
     serve.clients_of_one_lane_have_shares_of_their_own,
+    serve.a_step_that_waits_has_no_part_in_the_shares_of_others,
     serve.tenants_share_by_weight,
     serve.a_class_goes_first_within_its_share,
     serve.a_step_waits_for_weights_as_long_as_its_client_says,

@@ -8,31 +8,20 @@ import pytest
 
 from client_connector.holds import MOST_NAMES, QueuedAnswer
 from client_connector.remote import RemoteServer
-from lora_server.control.adapters.records import Record
-from lora_server.control.rpc.registration import Doorkeeper
-from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import AdmissionError, ConfigError, ServerUnavailableError, UnknownAdapterError
-from tests.support.controllers import ToldShard, kept, make_controller
-from tests.support.serving import HANG_SECONDS
+from lora_server.timings import DEFAULTS, Timings
+from tests.support.placed import PlacedServer
+from tests.support.serving import HANG_SECONDS, until
 
 NAMES = ("law", "code", "art")
 
 
-class Server:
+class Server(PlacedServer):
     """A controller that has two places for three adapters, and an engine's session with it."""
 
-    def __init__(self, stack):
-        self.controller = make_controller(settled=False, most_active=2)
-        self.shard = ToldShard(self.controller)
-        for handle, name in enumerate(NAMES, start=70_000):
-            self.controller.adapters.catalog.publish(Record.decode(kept(name, handle).record))
-            self.controller.adapters.sync.sizes.set_size(handle, 0, 1)
-        self.shard.handle.registration.pool_bytes = 1 << 20
-        self.controller.adapters.sync.sizes.set_capacity(0, 1 << 20)
-        control = ControlServer(self.controller, "127.0.0.1:0", Doorkeeper(""))
-        stack.callback(lambda: control.close(0.2))
-        stack.callback(self.shard.close)
-        self.session = RemoteServer(f"127.0.0.1:{control.port}", links=False).join(HANG_SECONDS)
+    def __init__(self, stack, timings=DEFAULTS):
+        super().__init__(stack, NAMES, places=2)
+        self.session = RemoteServer(self.address, links=False, timings=timings).join(HANG_SECONDS)
         stack.callback(self.session.leave)
         self.calls = []  # the entries of each
         ask = self.session.calls.clients.Hold
@@ -42,11 +31,6 @@ class Server:
             return ask(request, **more)
 
         self.session.calls.clients.Hold = counted
-
-    def held(self):
-        """How often the session holds what."""
-        holds = self.controller.adapters.admission.holds
-        return {handle: holds.by_client(handle).total() for handle in holds.handles()}
 
 
 @pytest.fixture
@@ -102,6 +86,26 @@ def test_a_request_that_is_given_up_holds_nothing(server):
         server.session.acquire(["art"], time.monotonic() + 0.05)
     server.session.release([70_000, 70_001])
     assert server.held() == {} and server.session.acquire(["art"])[0].handle == 70_002
+
+
+def test_releases_of_one_tick_go_in_one_call_and_none_waits_for_long():
+    """With the next request's call, or once `release_gap` has passed; a release that is waited for goes at once."""
+    with contextlib.ExitStack() as stack:
+        server = Server(stack, Timings(release_gap=HANG_SECONDS))
+        session = server.session
+        for _ in range(3):
+            session.acquire(["law"])
+        session.release([70_000], waits=False), session.release([70_000], waits=False)
+        assert server.calls == [1, 1, 1] and server.held() == {70_000: 3}
+        assert session.acquire(["code"])[0].handle == 70_001
+        assert server.calls == [1, 1, 1, 2] and server.held() == {70_000: 1, 70_001: 1}
+        session.release([70_000], waits=False), session.release([70_001])
+        assert server.calls == [1, 1, 1, 2, 1] and server.held() == {}
+    with contextlib.ExitStack() as stack:
+        server = Server(stack, Timings(release_gap=0.01))
+        server.session.acquire(["law"])
+        server.session.release([70_000], waits=False)
+        until(lambda: server.held() == {}, "it goes alone")
 
 
 def test_a_session_that_was_left_answers_at_once(server, busy):
