@@ -42,8 +42,11 @@ class Engine:
             self.names[request] = name
             self.leases.hold(request, name, PROMPT)
             self.waiting.append(request)
-        states = (self.leases.state, self.waiting)
-        until(lambda: all(one.phase is not Phase.ASKING for one in map(*states)), "each request has its first answer")
+
+        def answered() -> bool:
+            return all(self.leases.state(one).phase is not Phase.ASKING for one in self.waiting)
+
+        until(answered, "the server's first answer to each")
 
     def take(self, expected: Sequence[str]) -> None:
         """Wait until these are ready, then take all that are, one in a pass."""
