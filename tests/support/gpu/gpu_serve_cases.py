@@ -207,19 +207,20 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 
 
 def a_step_that_waits_has_no_part_in_the_shares_of_others(library: ctypes.CDLL) -> None:
-    """The only step that is ready is not the one that the poller looked at last, which waits for weights. A client that
-    comes begins where the ready one's client is, so that neither has more than its turn."""
-    scene = Scene(library, clients=0, wild=3, idle_ns=2**60)
-    busy, waiting, comes = scene.clients
+    """Whenever the only ready step is picked, the step at hand is another: it waits for weights, and was looked at last.
+    So each client that comes begins where the one before it is, and has no more than its turn when all push."""
+    scene = Scene(library, clients=0, wild=4, idle_ns=2**60)
+    *busy, waiting = scene.clients
     late = scene.shard.begin(1, 1)
     waiting.push(BODIES[0], (late, late))
 
-    def steps(client: WildClient, times: int) -> Waiting:
-        for _ in range(times):
+    def steps(client: WildClient) -> Waiting:
+        for _ in range(4):
             yield from client.steps([BODIES[0]] * DEPTH, scene.handles)
 
-    scene.do(steps(busy, 8))
-    scene.do(steps(busy, 4), steps(comes, 4))
+    for client in busy:
+        scene.do(steps(client))
+    scene.do(*map(steps, busy))
     assert not waiting.is_answered()
     scene.shard.finish(late)
     scene.do(waiting.answered_to())
