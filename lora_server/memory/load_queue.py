@@ -31,11 +31,12 @@ class LoadQueue:
     """Entries by the urgency of their wants. The store's lock guards it.
 
     Wants of clients and of `active` adapters outlive a load: they order evictions, too. `note` is called with entries
-    that start or stop waiting.
+    that start or stop waiting. `lacks_memory`: at the last look an entry in demand found none; a step's end may
+    free some.
     """
 
     def __init__(self, note: Callable[[AdapterEntry], None]) -> None:
-        self._note = note
+        self._note, self.lacks_memory = note, False
         self._queued: dict[Level, OrderedDict[AdapterEntry, None]] = {level: OrderedDict() for level in Level}
         self._owned: dict[Hashable, set[AdapterEntry]] = {}  # what clients want
         self._deferred: dict[AdapterEntry, None] = {}

@@ -34,13 +34,16 @@ class LoadPlanner:
         """Return the most urgent entry that can be worked on: it has memory, or has to be measured. Starts fetches."""
         for entry in self.queue.expire(now):
             self._release_files(entry)
+        self.queue.lacks_memory = False
         for entry in self.queue.in_order():
             if self.layers.lacks_files(entry):
                 self.remote.fetch(entry)
             elif entry.footprint.size is None or self.reserve(entry, now):
                 return entry
-            elif self.evictor.claims.exclude(entry):
-                self._lock.owe(*self.queue.defer(entry))
+            else:
+                self.queue.lacks_memory = self.queue.has_demand
+                if self.evictor.claims.exclude(entry):
+                    self._lock.owe(*self.queue.defer(entry))
         return None if self.queue.has_demand else self._next_preload(now)
 
     def _next_preload(self, now: float) -> AdapterEntry | None:

@@ -106,7 +106,7 @@ class WeightStore:
             self._pins.remove(pin)
             if self._table.dropped:
                 self._loader.reclaim()
-            if self._queue.has_demand:
+            if self._queue.lacks_memory:
                 self._lock.notify()
 
     def prefetch(self, handles: Iterable[int], owner: Hashable, deadline: float) -> None:

@@ -207,7 +207,7 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 
 
 def a_step_that_waits_has_no_part_in_the_shares_of_others(library: ctypes.CDLL) -> None:
-    """Whenever the only ready step is picked, the step at hand is another: it waits for weights, and was looked at last.
+    """Whenever the only ready step is picked, the step at hand is another: one that waits for weights, looked at last.
     So each client that comes begins where the one before it is, and has no more than its turn when all push."""
     scene = Scene(library, clients=0, wild=4, idle_ns=2**60)
     *busy, waiting = scene.clients

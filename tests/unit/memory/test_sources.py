@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterFormatError, AdapterLoadError, AdapterSourceError, ConfigError
 from lora_server.memory.entry import Source
+from lora_server.memory.loader import RETRY_SECONDS
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.remote import may_pass
 from lora_server.sources.urls import canonical, is_remote
@@ -444,6 +446,25 @@ def test_a_remote_adapter_is_fetched_on_demand_and_delays_no_other(make, far, ti
     assert {one.handle: one.remote for one in store.report.take_changes()}[1] is False
     until(lambda: is_complete(store, 1), "all of it is")
     store.report.check_integrity()
+
+
+def test_steps_that_end_while_an_adapter_is_fetched_do_not_wake_the_loader(make, far, tiny_adapters):
+    """It has nothing to load until the files are here, and would take the shard's core from the steps."""
+    store, looks = make(), []
+    assert load(store, 2, tiny_adapters["down"]).result() is None
+    assert know(store, 1, far.put("law", tiny_adapters["all"]), tiny_adapters["all"]).result() is None
+    planner, look = store._loader._planner, store._loader._planner.next
+    planner.next = lambda now: (looks.append(now), look(now))[1]
+    far.open.clear()
+    assert not reads(store, 1) and far.stalled.wait(SECONDS)
+    looks.clear()
+    began, slept = time.monotonic(), threading.Event()
+    for _ in range(50):
+        assert reads(store, 2)
+        slept.wait(1e-3)  # the loader would have its turn here
+    assert len(looks) <= (time.monotonic() - began) / RETRY_SECONDS + 2
+    far.open.set()
+    until(lambda: reads(store, 1), "it is there")
 
 
 def test_files_of_the_disk_cache_that_change_after_their_check_are_not_loaded(make, far, tiny_adapters):
