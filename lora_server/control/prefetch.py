@@ -90,7 +90,7 @@ class Prefetches:
             self._quiet_until.pop(client, None)
 
     def _tell(self, client: int, needs: list[pb.Need]) -> None:
-        self._shards.broadcast(pb.ShardCommand(prefetch=pb.Prefetch(client=client, needs=needs)))
+        self._shards.tell(pb.ShardCommand(prefetch=pb.Prefetch(client=client, needs=needs)))
 
     def _ignore(self, why: str, **fields: object) -> None:
         self.ignored[why] += 1

@@ -1,4 +1,4 @@
-"""State that a shard keeps for its next controller: the adapters it was told to load, its clients, and its claim.
+"""State that a shard keeps for its next controller: adapters that it was told of, its clients, and its claim.
 
 Not thread-safe except `end`: the thread of the controller's stream uses it.
 """
@@ -42,8 +42,9 @@ class Kept:
         elif kind == "load":
             self.loads[command.load.handle] = command.load
             self.last_handle = max(self.last_handle, command.load.handle)
-        elif kind == "note" and command.note.handle in self.loads:
+        elif kind == "note":
             self.loads[command.note.handle] = command.note
+            self.last_handle = max(self.last_handle, command.note.handle)
         elif kind == "drop":
             self.loads.pop(command.drop, None)
             self.gone[command.drop] = None

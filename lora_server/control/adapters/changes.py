@@ -71,10 +71,7 @@ class CatalogChanges:
                 self._catalog.publish(record, new=True)
                 self._publish(AdapterAdded(*_listed(record)))
             self.accept(record.name)
-            loads = self._sync.load(record, eager)
-            if not eager:
-                self._sync.offer([record.handle])
-        return loads
+            return self._sync.load(record, eager=True) if eager else self._sync.register(record)
 
     def accept(self, name: str) -> None:
         """Take back the refusal of a name that is served now."""

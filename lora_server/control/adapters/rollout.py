@@ -291,6 +291,7 @@ class AdapterRollout:
         self._sync.shards.require_up()
         self._catalog.start.require_settled()
         record = self._catalog.get(name)
+        self._sync.require(record)
         sent = self._sync.broadcast(pb.ShardCommand(pin=record.handle))
         try:
             wait_all(sent, seconds, f"pinning {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence, Set
 
 from lora_server.control.sync.sizes import PoolSizes
@@ -19,8 +18,7 @@ class PoolCapacity:
         self.pinned: frozenset[int] = frozenset()
         self.in_use: Set[int] = set()
         self._pins: set[int] = set()  # that changed since `set_in_use`
-        self._used: Counter[int] = Counter()  # by shard, of the active
-        self._summed = 0  # the sizes' `changes` when these were added up
+        self._used, self._summed = self.sizes.taken(()), self.sizes.changes  # of the active; with which `changes`
 
     def set_in_use(self, in_use: Set[int], moved: Set[int]) -> tuple[set[int], set[int]]:
         """Give the adapters in use and the pinned ones a place; return the handles that gained one, and that lost it.
@@ -40,10 +38,8 @@ class PoolCapacity:
         self.pinned = pinned
 
     def _change(self, more: Set[int], fewer: Set[int]) -> None:
-        for handle in more:
-            self._used.update(self.sizes.of(handle))
-        for handle in fewer:
-            self._used.subtract(self.sizes.of(handle))
+        if self.is_current and (more or fewer):
+            self._used += self.sizes.taken(more) - self.sizes.taken(fewer)
         self.active |= more
         self.active -= fewer
 
@@ -64,12 +60,13 @@ class PoolCapacity:
         """Return why these can never have places together; empty where they can."""
         if self.most and len(handles) > self.most:
             return f"{len(handles)} adapters together are more than --max-active-adapters {self.most}"
-        for shard, capacity in self.sizes.capacities().items():
-            beside = self.sizes.on(shard, self.pinned - handles)
-            if (taken := self.sizes.on(shard, handles)) + beside > capacity:
-                pinned = f", of which {beside} are pinned" if beside else ""
-                return f"{taken} bytes are needed together on shard {shard}, and its pool has {capacity}{pinned}"
-        return ""
+        limits, taken, beside = self.sizes.limits(), self.sizes.taken(handles), self.sizes.taken(self.pinned - handles)
+        over = taken + beside > limits
+        if not over.any():
+            return ""
+        shard = over.argmax()
+        pinned = f", of which {beside[shard]} are pinned" if beside[shard] else ""
+        return f"{taken[shard]} bytes are needed together on shard {shard}, and its pool has {limits[shard]}{pinned}"
 
     def takes_place(self, handles: Set[int]) -> bool:
         """Return whether these fit, and are measured, and not all of them are in use."""
@@ -85,14 +82,16 @@ class PoolCapacity:
         if not new:
             return ""
         self._add_up()
-        for shard, capacity in self.sizes.capacities().items():
-            taken, used = self.sizes.on(shard, new), self._used[shard] - self.sizes.on(shard, gone)
-            if used + taken > capacity:
-                return (
-                    f"shard {shard}'s pool of {size(capacity)} has {size(max(0, capacity - used))} beside "
-                    f"the {len(self.active)} adapters that are in use or pinned, {size(taken)} are needed"
-                )
-        return ""
+        limits, taken, used = self.sizes.limits(), self.sizes.taken(new), self._used - self.sizes.taken(gone)
+        over = used + taken > limits
+        if not over.any():
+            return ""
+        shard = over.argmax()
+        free = int(max(0, limits[shard] - used[shard]))
+        return (
+            f"shard {shard}'s pool of {size(int(limits[shard]))} has {size(free)} beside the {len(self.active)} "
+            f"adapters that are in use or pinned, {size(int(taken[shard]))} are needed"
+        )
 
     @property
     def is_current(self) -> bool:
@@ -102,6 +101,4 @@ class PoolCapacity:
     def _add_up(self) -> None:
         """Add up what the active adapters take again, where a size has changed."""
         if not self.is_current:
-            self._summed, self._used = self.sizes.changes, Counter()
-            for handle in self.active:
-                self._used.update(self.sizes.of(handle))
+            self._summed, self._used = self.sizes.changes, self.sizes.taken(self.active)

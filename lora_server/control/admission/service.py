@@ -22,7 +22,7 @@ from lora_server.control.admission.table import TicketTable
 from lora_server.control.admission.tally import Tally
 from lora_server.control.admission.tickets import AdmissionClasses, TicketLoads
 from lora_server.control.events.log import EventLog
-from lora_server.control.members.shards import ShardHandle
+from lora_server.control.members.shards import ShardHandle, SharedCommand
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
@@ -113,8 +113,11 @@ class AdmissionService:
             if check is not None:
                 waiting = self.queue.tickets.waiting.wanted  # held as soon as there is capacity
                 check(self._names.of(tenant) | waiting.of(tenant))
+            told = set[int]()
             for found in filter(None, map(self._catalog.find, set(names))):
-                if self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
+                if self._sync.require(found):
+                    told.add(found.handle)
+                elif self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
                     self._sync.load(found)
             answer = self.queue.acquire(client, ticket, names, tenant, weight, pace, self.classes.of(names, slo_class))
             if isinstance(answer, AdapterLoading):
@@ -123,8 +126,8 @@ class AdmissionService:
                 return AdmissionAnswer(_records(self._catalog, answer))
             records = _records(self._catalog, self.queue.resolve(names))
             for record in records:
-                if self._sync.sizes.unmeasured([record.handle]) is not None:  # shards measure it before the others
-                    self._sync.load(record)
+                if record.handle not in told and self._sync.sizes.unmeasured([record.handle]) is not None:
+                    self._sync.load(record)  # shards measure it before the others
             return AdmissionAnswer(records, queued=answer)
 
     def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
@@ -162,7 +165,10 @@ class AdmissionService:
     def restore(self, client: int, handles: Iterable[int]) -> None:
         """Take what a client of an earlier controller holds, without what was dropped meanwhile."""
         with self._changed:
-            self.queue.restore(client, [one for one in handles if self._catalog.by_handle(one) is not None])
+            records = _records(self._catalog, handles)
+            for record in records:
+                self._sync.require(record)
+            self.queue.restore(client, [record.handle for record in records])
             self.collect()
 
     # -- shards
@@ -175,10 +181,10 @@ class AdmissionService:
             self.queue.update()
             self.queue.updates.flush(now=True)
             active = pb.Active(more=sorted(self.queue.capacity.active), anew=True)
-            handle.commands.tell(pb.ShardCommand(uses=pb.Uses(active=active)))
+            handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(active=active))))
             for client in self.holds.clients():
                 holds = pb.Holds(client=client, more=self.holds.of(client))
-                handle.commands.tell(pb.ShardCommand(uses=pb.Uses(holds=[holds])))
+                handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(holds=[holds]))))
             self.admit()
 
     def is_behind(self, shard: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -35,12 +36,56 @@ class PendingCommand:
         self.finished.set()
 
 
+class SharedCommand:
+    """A command that many shards get, encoded once. Thread-safe.
+
+    What clients hold changes faster than 256 shards can be sent messages: until the first shard takes a command about
+    that, later changes are added to it.
+    """
+
+    MOST_HOLDS = 1000
+
+    def __init__(self, command: pb.ShardCommand) -> None:
+        self.command, self._data, self._is_open = command, b"", command.HasField("uses")
+        self._lock = threading.Lock()
+
+    def add(self, uses: pb.Uses) -> bool:
+        """Add changes that come after its own; return False where it is too late for that."""
+        with self._lock:
+            own = self.command.uses
+            if not self._is_open or len(own.holds) > self.MOST_HOLDS:
+                return False
+            own.holds.extend(uses.holds)  # shards apply them in order
+            if uses.HasField("active"):
+                more, fewer, new = {*own.active.more}, {*own.active.fewer}, uses.active
+                more, fewer = (more - {*new.fewer}) | {*new.more}, (fewer - {*new.more}) | {*new.fewer}
+                own.active.CopyFrom(pb.Active(more=more, fewer=fewer, trace=new.trace or own.active.trace))
+            return True
+
+    def close(self) -> None:
+        """Let nothing be added any more: another command follows it."""
+        with self._lock:
+            self._is_open = False
+
+    def encode(self) -> bytes:
+        """Return it as bytes; nothing can be added any more."""
+        with self._lock:
+            self._is_open = False
+            self._data = self._data or self.command.SerializeToString()
+            return self._data
+
+
 class CommandQueue:
-    """Commands to one shard, in order, and those that it has not reported on yet. Thread-safe."""
+    """Commands to one shard, in order, and those that it has not reported on yet. Thread-safe.
+
+    One stream takes them: as they come, by iteration, or those that are there, each time that `on_put` was called.
+    """
 
     def __init__(self, shard: int) -> None:
         self._shard = shard
-        self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
+        self.on_put: Callable[[], object] = lambda: None
+        self._commands: queue.SimpleQueue[SharedCommand | None] = queue.SimpleQueue()
+        self._last: SharedCommand | None = None
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -60,12 +105,17 @@ class CommandQueue:
             pending.is_needless = self._is_needless
             pending.finish(self._death())
         else:
-            self._commands.put(command)
+            self.tell(SharedCommand(command))
         return pending
 
-    def tell(self, command: pb.ShardCommand) -> None:
-        """Queue a command that has no outcome; shards may share the message."""
-        self._commands.put(command)
+    def tell(self, command: SharedCommand) -> None:
+        """Queue a command that has no outcome. Other shards may get the same."""
+        with self._lock:
+            if self._last is not None:
+                self._last.close()
+            self._last = command
+            self._commands.put(command)
+        self.on_put()
 
     def finish(self, done: pb.Done) -> None:
         """Complete the command that the shard reports as done."""
@@ -83,11 +133,22 @@ class CommandQueue:
             waiting.is_needless = twin_is_up
             waiting.finish(self._death())
         self._commands.put(None)
+        self.on_put()
 
     def __iter__(self) -> Iterator[pb.ShardCommand]:
         """Yield what the stream sends, until the queue is closed."""
         while (command := self._commands.get()) is not None:
-            yield command
+            command.encode()
+            yield command.command
+
+    def take(self) -> list[bytes | None]:
+        """Return what the stream is to send now; None at the end: the queue is closed."""
+        taken: list[bytes | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                taken.append(None if command is None else command.encode())
+        return taken
 
     def _death(self) -> ShardUnavailableError:
         return ShardUnavailableError(f"shard {self._shard}: the shard went away before it finished the command")
@@ -134,6 +195,7 @@ class ShardTable:
         self.layout, self._coordination, self.generation = layout, coordination, generation
         self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}
+        self._told: SharedCommand | None = None  # the last command to all of them
         self.closed = False
         self._ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
         self.restarts: dict[int, int] = dict.fromkeys(range(layout.num_shards), -1)
@@ -168,7 +230,7 @@ class ShardTable:
                     f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
                 )
             self._claim(handle, older if comes_back else None)
-            self._live[shard], handle.heard = handle, self._clock.now()
+            self._live[shard], handle.heard, self._told = handle, self._clock.now(), None
         if older is not None:
             older.commands.close()
 
@@ -274,9 +336,13 @@ class ShardTable:
         return sent
 
     def tell(self, command: pb.ShardCommand) -> None:
-        """Send every live shard a command that has no outcome."""
-        for handle in self.live().values():
-            handle.commands.tell(command)
+        """Send every live shard a command that has no outcome; changes of holds may join an earlier one."""
+        with self._guard:
+            if self._told is not None and command.HasField("uses") and self._told.add(command.uses):
+                return
+            self._told = SharedCommand(command)
+            for handle in self._live.values():
+                handle.commands.tell(self._told)
 
 
 def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:

@@ -45,7 +45,7 @@ log = structlog.get_logger()
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Write: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
+Write: TypeAlias = Callable[[Message | bytes], Coroutine[Any, Any, None]]  # bytes: an encoded message
 _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
@@ -192,8 +192,8 @@ class CallHandler:
         return grpc.stream_stream_rpc_method_handler(handle)
 
     async def _stream(self, method: StreamMethod, peer: Peer, context: Context) -> None:
-        async def write(message: Message) -> None:
-            await context.write(message.SerializeToString())
+        async def write(message: Message | bytes) -> None:
+            await context.write(message if isinstance(message, bytes) else message.SerializeToString())
 
         async def rest() -> AsyncIterator[Message]:
             while (data := await context.read()) is not _EOF:

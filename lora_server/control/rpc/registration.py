@@ -7,12 +7,13 @@ import contextlib
 import secrets
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import NamedTuple
 
 import structlog
 
 from lora_server.control.controller import Controller
-from lora_server.control.members.shards import ShardHandle
+from lora_server.control.members.shards import CommandQueue, ShardHandle
 from lora_server.control.rpc.listener import MessageQueue, StreamCall, Threads, Write
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.wire import bounds
@@ -55,11 +56,35 @@ class Doorkeeper(NamedTuple):
         return b"" if hello.node and self.believes_other_nodes else self.secret.encode()
 
 
+class EventWakes:
+    """Sets events of an event loop from other threads, all that are due by one call into the loop. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._due: list[asyncio.Event] = []
+        self._lock = threading.Lock()
+
+    def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event soon."""
+        with self._lock:
+            self._due.append(event)
+            is_first = len(self._due) == 1
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        with self._lock:
+            due, self._due = self._due, []
+        for event in due:
+            event.set()
+
+
 class ShardsService:
     """The RPC `Register`, one stream per shard process: reports come in, commands go out. Its end is the shard's."""
 
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
+        self._wakes = EventWakes()
 
     async def register(self, first: pb.ShardReport, call: StreamCall[pb.ShardReport]) -> None:
         """Register a shard and serve its stream until either side is gone. Raises ProtocolError, ConfigError."""
@@ -82,14 +107,11 @@ class ShardsService:
                 raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
-        commands: asyncio.Queue[pb.ShardCommand | None] = asyncio.Queue()
         with MessageQueue() as mailbox:
             threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
-            args = handle, commands, asyncio.get_running_loop()
-            threading.Thread(target=_hand_over, args=args, name="commands", daemon=True).start()
             ends = [
                 asyncio.ensure_future(_receive(reports, mailbox)),
-                asyncio.ensure_future(_send(commands, call.write)),
+                asyncio.ensure_future(self._send(handle.commands, call.write)),
             ]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -98,6 +120,18 @@ class ShardsService:
                     end.cancel()
                 ended = await asyncio.gather(*ends, return_exceptions=True)
                 log.debug("shard stream ended", shard=handle.shard, how=[repr(one) for one in ended if one])
+
+    async def _send(self, commands: CommandQueue, write: Write) -> None:
+        """Write a shard's commands as they come, until its queue is closed."""
+        there = asyncio.Event()
+        commands.on_put = partial(self._wakes.wake, asyncio.get_running_loop(), there)
+        there.set()  # for what came before
+        while await there.wait():
+            there.clear()
+            for data in commands.take():
+                if data is None:
+                    return
+                await write(data)
 
     def _reports(self, handle: ShardHandle, reports: MessageQueue) -> None:
         try:
@@ -110,18 +144,3 @@ class ShardsService:
 async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: MessageQueue) -> None:
     async for report in reports:
         mailbox.put(report)
-
-
-def _hand_over(
-    handle: ShardHandle, commands: asyncio.Queue[pb.ShardCommand | None], loop: asyncio.AbstractEventLoop
-) -> None:
-    """Pass a shard's commands on to the event loop's queue, until the handle is closed."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        for command in handle.commands:
-            loop.call_soon_threadsafe(commands.put_nowait, command)
-        loop.call_soon_threadsafe(commands.put_nowait, None)
-
-
-async def _send(commands: asyncio.Queue[pb.ShardCommand | None], write: Write) -> None:
-    while (command := await commands.get()) is not None:
-        await write(command)

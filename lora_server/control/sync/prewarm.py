@@ -13,7 +13,6 @@ for any adapter. Those of 1 are decided again whenever memory becomes free on a 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -58,16 +57,21 @@ class Prewarm:
         """Return whether no load is in flight, and no shard is left to ask."""
         return not (self._offered or self._uneven or self._sent or self._refused or self._asked or self._freed)
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether there is anything to decide."""
+        return bool(self._offered or self._uneven or self._freed)
+
     def asked(self, handle: int, shard: int) -> None:
         """Note that a request waits for an adapter on a shard, until `note` finds that it does not."""
         self._asked.add((handle, shard))
 
     def note(self, handle: int, shard: int) -> None:
         """Update what a shard has of an adapter, or is loading, and the bytes that this takes."""
-        taken, (has_layers, loads) = self._taken[handle], self._residency.on(handle, shard)
+        taken, (has_layers, _, loads) = self._taken[handle], self._residency.on(handle, shard)
         before = taken.pop(shard, None)
         if has_layers or loads or shard in self._sent.get(handle, ()):
-            taken[shard] = self._sizes.on(shard, [handle])
+            taken[shard] = self._sizes.of(handle, shard) or 0
         more = taken.get(shard, 0) - (before or 0)
         self._used[shard] += more
         self._freed |= more < 0
@@ -90,7 +94,8 @@ class Prewarm:
             self._sent.pop(handle, None)
             self._uneven.add(handle)
         self.note(handle, shard)
-        if shard in self._residency.lacking(handle) and self._fits(handle, shard):
+        _, has_all, _ = self._residency.on(handle, shard)
+        if not has_all and self._fits(handle, shard):
             self._refused.add((handle, shard))
 
     def heard(self, shard: int) -> None:
@@ -147,4 +152,4 @@ class Prewarm:
 
     def _fits(self, handle: int, shard: int) -> bool:
         used = self._used[shard] - self._taken.get(handle, {}).get(shard, 0)
-        return used + self._sizes.on(shard, [handle]) <= self._sizes.capacities().get(shard, math.inf)
+        return used + (self._sizes.of(handle, shard) or 0) <= self._sizes.limit_of(shard)

@@ -17,10 +17,12 @@ from lora_server.control.start import StartState
 from lora_server.control.sync.prewarm import Prewarm
 from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.sizes import PoolSizes
+from lora_server.control.sync.spread import AdapterSpread
 from lora_server.errors import LoraServerError, ShardUnavailableError
 from lora_server.placement import Placement
 from lora_server.wire import lora_server_pb2 as pb
 
+NOT_TOLD = "disk"  # the state of an adapter that no request named yet, see AdapterSpread
 log = structlog.get_logger()
 
 
@@ -43,8 +45,10 @@ class PrewarmCommands:
 
     def send(self) -> None:
         """Decide, and send what was decided, once all shards are there."""
+        if not self._prewarm.is_due or not self._start.settled.is_set():
+            return
         live = self._shards.live()
-        if len(live) < self._num_shards or not self._start.settled.is_set():
+        if len(live) < self._num_shards:
             return
         for load in self._prewarm.decide(self._is_listed):
             for shard in load.shards:
@@ -75,10 +79,11 @@ class ShardSync:
         self, shards: ShardTable, catalog: AdapterCatalog, start: StartState, placement: Placement, events: EventLog
     ) -> None:
         self.shards, self._catalog, self._start = shards, catalog, start
-        self.residency, self.sizes = ResidencyTable(placement), PoolSizes()
+        self.residency, self.sizes = ResidencyTable(placement), PoolSizes(placement.layout.num_shards)
         self.prewarm, self._news = Prewarm(self.residency, self.sizes), ResidencyNews(events)
         self.lock = threading.RLock()
         num_shards = self.residency.num_shards
+        self.spread = AdapterSpread(num_shards)
         self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, num_shards, self._publish)
         self.sends = False  # shards of other nodes get files from here; otherwise all nodes see them
 
@@ -89,20 +94,41 @@ class ShardSync:
         with self.lock:
             return self.shards.broadcast(command)
 
+    def register(self, record: Record) -> list[PendingCommand]:
+        """Tell shards of an adapter that no request named yet: all of them, which load it where it fits, or once they
+        know many those that keep its record."""
+        with self.lock:
+            if not (record.handle in self.spread.told or record.pinned or self.spread.has_room()):
+                return self.note(record.handle)
+            loads = self.load(record)
+            self.prewarm.offer([record.handle])
+            self._prewarming.send()
+            return loads
+
+    def require(self, record: Record) -> bool:
+        """Tell all shards of an adapter that a request or an operator names now; return False if they know it."""
+        with self.lock:
+            is_new = record.handle not in self.spread.told
+            if is_new:
+                self.load(record)
+            return is_new
+
     def load(self, record: Record, eager: bool = False) -> list[PendingCommand]:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
         files, and load it where there is room, or when a step needs it."""
         with self.lock:
-            return [self._load_on(handle, record, eager) for handle in self.shards.live().values()]
+            self.spread.tell([record.handle])
+            load = self._message(record)
+            load.eager = eager
+            return [self._load_on(handle, record, load) for handle in self.shards.live().values()]
 
-    def _load_on(self, handle: ShardHandle, record: Record, eager: bool = False) -> PendingCommand:
-        load = self._message(record)
-        load.eager = eager
-        if eager:
+    def _load_on(self, handle: ShardHandle, record: Record, load: pb.Load) -> PendingCommand:
+        if load.eager:
             self.prewarm.asked(record.handle, handle.shard)
-        if (size := self.sizes.of(record.handle).get(handle.shard)) is not None:
-            load.size = size
-        return handle.commands.send(pb.ShardCommand(load=load), partial(self._loaded, handle.shard, record))
+        command = pb.ShardCommand(load=load)  # a copy
+        if (size := self.sizes.of(record.handle, handle.shard)) is not None:
+            command.load.size = size
+        return handle.commands.send(command, partial(self._loaded, handle.shard, record))
 
     def _loaded(self, shard: int, record: Record, error: LoraServerError | None) -> None:
         """Take the outcome of a load. A shard's death is none: its successor is told again."""
@@ -115,12 +141,6 @@ class ShardSync:
                 self.residency.opened(record.handle, shard, str(error))
                 log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
             self._note(record, shard)
-            self._prewarming.send()
-
-    def offer(self, handles: Iterable[int]) -> None:
-        """Have adapters loaded where they fit, before a request asks."""
-        with self.lock:
-            self.prewarm.offer(handles)
             self._prewarming.send()
 
     def _message(self, record: Record) -> pb.Load:
@@ -136,10 +156,15 @@ class ShardSync:
         )
 
     def note(self, handle: int) -> list[PendingCommand]:
-        """Have every shard keep what the catalog says of an adapter now."""
+        """Have every shard that was told of an adapter, or keeps its record, keep what the catalog says of it now."""
         with self.lock:
-            record = self._catalog.by_handle(handle)
-            return [] if record is None else self.broadcast(pb.ShardCommand(note=self._message(record)))
+            if (record := self._catalog.by_handle(handle)) is None:
+                return []
+            note = pb.ShardCommand(note=self._message(record))
+            if handle in self.spread.told:
+                return self.broadcast(note)
+            keepers = (one for one in self.shards.live().values() if self.spread.is_keeper(handle, one.shard))
+            return [keeper.commands.send(pb.ShardCommand(note=note.note)) for keeper in keepers]
 
     def tell_refused(self) -> list[PendingCommand]:
         """Have every shard keep the refusals, for the next controller."""
@@ -152,6 +177,7 @@ class ShardSync:
             self.prewarm.forget(handle)
             self.residency.forget(handle)
             self.sizes.forget(handle)
+            self.spread.forget(handle)
             self._news.forget(handle)
             self.broadcast(pb.ShardCommand(drop=handle))
             self._prewarming.send()
@@ -166,14 +192,16 @@ class ShardSync:
         with self.lock:
             self.count()
             self.residency.forget_shard(handle.shard)
-            for record in self._catalog.records():
-                self._note(record, handle.shard)
+            for told in self.spread.told:
+                if (record := self._catalog.by_handle(told)) is not None:
+                    self._note(record, handle.shard)
             self.sizes.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
                 if (known := self._catalog.by_handle(one.load.handle)) is None:
                     handle.commands.send(pb.ShardCommand(drop=one.load.handle))
-                else:
-                    self.residency.report(handle.shard, pb.Residency(handle=one.load.handle, layers=one.layers))
+                elif one.layers:
+                    self.spread.tell([known.handle])
+                    self.residency.report(handle.shard, pb.Residency(handle=known.handle, layers=one.layers))
                     self._note(known, handle.shard)
             if self._start.settled.is_set():
                 self._load_all_on(handle)
@@ -191,6 +219,9 @@ class ShardSync:
     def settle(self) -> None:
         """Give each shard what others kept and it did not, once all of them have said what they keep."""
         with self.lock:
+            for record in self._catalog.records():
+                if record.pinned or self.spread.has_room():
+                    self.spread.tell([record.handle])
             for handle in self.shards.live().values():
                 self._load_all_on(handle)
             if self._start.registered.is_set():
@@ -198,9 +229,12 @@ class ShardSync:
 
     def _load_all_on(self, handle: ShardHandle) -> None:
         records = self._catalog.records()
-        self.prewarm.offer(record.handle for record in records)
+        self.prewarm.offer(record.handle for record in records if record.handle in self.spread.told)
         for record in records:  # a shard that has one keeps only the record
-            self._load_on(handle, record)
+            if record.handle in self.spread.told:
+                self._load_on(handle, record, self._message(record))
+            elif self.spread.is_keeper(record.handle, handle.shard):
+                handle.commands.send(pb.ShardCommand(note=self._message(record)))
 
     def moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
         """Take a shard's report of what it has of these adapters."""
@@ -227,4 +261,6 @@ class ShardSync:
     def state(self, handle: int) -> str:
         """Return an adapter's state, see ResidencyTable.state."""
         with self.lock:
+            if handle not in self.spread.told:
+                return NOT_TOLD
             return self.residency.state(handle, self.prewarm.is_loading(handle))

@@ -3,63 +3,101 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = "npt.NDArray[np.int64]"  # by shard
+NO_LIMIT = np.iinfo(np.int64).max
+UNMEASURED = -1
 
 
 class PoolSizes:
     """Sizes of the shards' device pools, and bytes that adapters take in them. Thread-safe; its lock is a leaf.
 
-    A shard of unknown capacity limits nothing. `changes` counts changed sizes: a sum over sizes is current until it
-    changes.
+    A shard of unknown capacity limits nothing. `changes` counts changed sizes of adapters that all shards measured: a
+    sum over sizes is current until it changes. A question about all shards is one operation on an array.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_shards: int = 1) -> None:
+        """`num_shards` grows where a higher one reports."""
         self.changes = 0
-        self._capacity: dict[int, int] = {}  # by shard
-        self._sizes: dict[int, dict[int, int]] = {}  # handle -> shard -> bytes
-        self._lock = threading.Lock()
+        self._limits = np.full(num_shards, NO_LIMIT, np.int64)
+        self._sizes: dict[int, Bytes] = {}  # by handle
+        self._lock = threading.RLock()
 
     def set_capacity(self, shard: int, nbytes: int) -> None:
         """Set the size of a shard's device pool; 0 means unknown and changes nothing."""
         with self._lock:
+            self._reach(shard)
             if nbytes:
-                self._capacity[shard] = nbytes
+                self._limits[shard] = nbytes
 
     def set_idle(self, shards: Iterable[int]) -> None:
         """Let these limit nothing, until their size is set again."""
         with self._lock:
             for shard in shards:
-                self._capacity.pop(shard, None)
+                self._reach(shard)
+                self._limits[shard] = NO_LIMIT
 
     def set_size(self, handle: int, shard: int, nbytes: int) -> None:
         """Set what an adapter takes on a shard."""
         with self._lock:
-            sizes = self._sizes.setdefault(handle, {})
-            self.changes += sizes.get(shard) != nbytes
+            self._reach(shard)
+            if (sizes := self._sizes.get(handle)) is None:
+                sizes = self._sizes[handle] = np.full(len(self._limits), UNMEASURED, np.int64)
+            changed = sizes[shard] != nbytes
             sizes[shard] = nbytes
+            self.changes += bool(changed and self.unmeasured([handle]) is None)
 
     def forget(self, handle: int) -> None:
         """Remove an adapter."""
         with self._lock:
             self.changes += self._sizes.pop(handle, None) is not None
 
-    def capacities(self) -> dict[int, int]:
-        """Return the pools' known sizes, by shard."""
+    def limits(self) -> Bytes:
+        """Return the pools' sizes, by shard; NO_LIMIT where that is unknown."""
         with self._lock:
-            return dict(self._capacity)
+            return self._limits.copy()
 
-    def of(self, handle: int) -> Mapping[int, int]:
-        """Return what an adapter takes, by shard; shards that have not measured it are missing."""
+    def limit_of(self, shard: int) -> int:
+        """Return the size of a shard's pool; NO_LIMIT where that is unknown."""
         with self._lock:
-            return dict(self._sizes.get(handle, {}))
+            return int(self._limits[shard]) if shard < len(self._limits) else NO_LIMIT
 
-    def on(self, shard: int, handles: Iterable[int]) -> int:
-        """Return what these adapters take together on a shard, as far as it measured them."""
+    def of(self, handle: int, shard: int) -> int | None:
+        """Return what an adapter takes on a shard; None where that has not measured it."""
         with self._lock:
-            return sum(self._sizes.get(handle, {}).get(shard, 0) for handle in handles)
+            sizes = self._sizes.get(handle)
+            if sizes is None or shard >= len(sizes) or sizes[shard] == UNMEASURED:
+                return None
+            return int(sizes[shard])
+
+    def taken(self, handles: Iterable[int]) -> Bytes:
+        """Return what these adapters take together, by shard, as far as they are measured."""
+        with self._lock:
+            total = np.zeros(len(self._limits), np.int64)
+            for handle in handles:
+                if (sizes := self._sizes.get(handle)) is not None:
+                    total += np.maximum(sizes, 0)
+            return total
 
     def unmeasured(self, handles: Iterable[int]) -> int | None:
         """Return a shard that has not measured one of these adapters yet, or None."""
         with self._lock:
-            lacking = (one for handle in handles for one in self._capacity if one not in self._sizes.get(handle, {}))
-            return next(lacking, None)
+            for handle in handles:
+                sizes, limited = self._sizes.get(handle), self._limits != NO_LIMIT
+                lacking = limited if sizes is None else limited & (sizes == UNMEASURED)
+                if lacking.any():
+                    return int(lacking.argmax())
+            return None
+
+    def _reach(self, shard: int) -> None:
+        """Have a place for a shard."""
+        if (more := shard + 1 - len(self._limits)) > 0:
+            self._limits = np.append(self._limits, np.full(more, NO_LIMIT))
+            for handle, sizes in self._sizes.items():
+                self._sizes[handle] = np.append(sizes, np.full(more, UNMEASURED))
+            self.changes += 1
