@@ -7,4 +7,5 @@ sources:   directory (watch, stamps), peers, resolver; restart takes over from a
 refusals   what is not served, and why
 files      what an adapter is opened by     allowed          where it may come from
 listings   what users see                   failures         why an update failed
+places     the order of a listing
 """

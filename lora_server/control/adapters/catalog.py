@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 
+from lora_server.control.adapters.places import ListOrder
 from lora_server.control.adapters.records import FIRST_HANDLE, Record, split_version, version_of
 from lora_server.control.adapters.refusals import REMOVED, RefusedAdapters
 from lora_server.control.members.leases import Leases
@@ -110,7 +111,7 @@ class AdapterCatalog:
 
     def __init__(self, start: StartState, leases: Leases, ledger: CatalogLedger) -> None:
         self.start, self.ledger, self._leases = start, ledger, leases
-        self.refusals = RefusedAdapters()
+        self.refusals, self.order = RefusedAdapters(), ListOrder()
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
         self._coming: set[int] = set()
@@ -127,7 +128,7 @@ class AdapterCatalog:
             if record is not None:
                 return record
             if refusal is None:
-                known = ", ".join(sorted(self._by_name)[:8]) or "none"
+                known = ", ".join(sorted({name for name, _ in self.order.after()[:8]})) or "none"
                 raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
         if refusal.code == REMOVED:
             raise UnknownAdapterError(f"adapter {name!r}: was removed; {refusal.reason}")
@@ -138,7 +139,9 @@ class AdapterCatalog:
         listed = self.find(name)
         if listed is not None and listed.version == version:
             return listed
-        return next((one for one in self.records() if (one.name, one.version) == (name, version)), None)
+        handles = [handle for own, handle in self.order.after((name, 0)) if own == name]
+        versions = filter(None, map(self.by_handle, handles))
+        return next((one for one in versions if one.version == version), None)
 
     def named(self, name: str) -> Record:
         """Return a listed adapter, or by NAME@DIGEST any version that exists. Raises UnknownAdapterError."""
@@ -203,6 +206,7 @@ class AdapterCatalog:
             other = self._by_name.get(record.name)
             self.ledger.reserve(record.handle)
             self._by_handle[record.handle] = self._by_name[record.name] = record
+            self.order.add((record.name, record.handle))
             self._coming.discard(record.handle)
             for one in (record, other or record):
                 self._mark(one)
@@ -212,6 +216,7 @@ class AdapterCatalog:
         with self._lock:
             self.ledger.reserve(record.handle)
             self._by_handle[record.handle] = record
+            self.order.add((record.name, record.handle))
             if self.is_listed(record):
                 self._by_name[record.name] = record
             if coming:
@@ -237,6 +242,7 @@ class AdapterCatalog:
         """Remove a version, listed or not."""
         with self._lock:
             record = self._by_handle.pop(handle)
+            self.order.remove((record.name, handle))
             if self.is_listed(record):
                 del self._by_name[record.name]
             for marks in (self._coming, self._draining, self._pinned):

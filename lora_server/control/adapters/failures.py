@@ -28,6 +28,10 @@ class UpdateFailures:
         """Return why the last update of an adapter failed; empty if it did not."""
         return self._why.get(name, "")
 
+    def names(self) -> set[str]:
+        """Return the names with such a reason."""
+        return set(self._why)
+
     def forget(self, name: str) -> None:
         """Forget a name that means something else now; the ledger forgot it in the same change."""
         self._why.pop(name, None)

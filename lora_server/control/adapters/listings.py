@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
 from lora_server.control.adapters.failures import UpdateFailures
+from lora_server.control.adapters.places import ListPlace
 from lora_server.control.adapters.records import Record
 from lora_server.control.adapters.refusals import RefusedAdapter
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.registry.versions import Version
-
-ListPlace = tuple[str, int]  # name, handle
 
 
 class Listing(NamedTuple):
@@ -54,12 +54,49 @@ class AdapterListings:
     ) -> list[tuple[ListPlace, Listing | RefusedAdapter]]:
         """Return up to `most` listings after `place`, sorted by name and handle. A refusal is listed, with handle 0, if
         no version of its name is served."""
-        records = {(one.name, one.handle): one for one in self._catalog.records()}
-        served = {name for name, _ in records}
-        refused = {(one.name, 0): one for one in self._catalog.refusals.listed() if one.name not in served}
-        found = records | refused
-        places = heapq.nsmallest(most, (one for one in found if one > place and sees(one[0])))
-        return [(one, self._listing(records[one]) if one in records else refused[one]) for one in places]
+        catalog = self._catalog
+        refused = {(one.name, 0): one for one in catalog.refusals.listed() if not catalog.order.has(one.name)}
+        following = heapq.merge(catalog.order.after(place), sorted(one for one in refused if one > place))
+        found = list[tuple[ListPlace, Listing | RefusedAdapter]]()
+        for one in following:
+            record = catalog.by_handle(one[1])
+            if sees(one[0]) and (one in refused or record is not None):
+                found.append((one, refused[one] if record is None else self._listing(record)))
+            if len(found) == most:
+                break
+        return found
+
+    def hottest(self, ended: Mapping[str, int], most: int) -> list[Listing]:
+        """Return the adapters in most demand: by clients that hold them, then by holds that have `ended`, by name, then
+        by layers that are resident."""
+        residency, told = self._sync.residency, self._sync.spread.told
+        holders = {handle: len(self._holds.by_client(handle)) for handle in self._holds.handles()}
+
+        def demand(record: Record) -> tuple[int, int]:
+            return holders.get(record.handle, 0), ended.get(record.name, 0)
+
+        def heat(record: Record) -> tuple[int, int, int]:
+            return *demand(record), residency.num_layers(record.handle)
+
+        records = self._catalog.records()
+        hot = [one for one in records if any(demand(one))]
+        others = (one for one in records if one.handle in told and not any(demand(one)))
+        hot += heapq.nlargest(max(0, most - len(hot)), others, key=heat)
+        hot += [one for one in records if one.handle not in told][: max(0, most - len(hot))]
+        return [self._listing(one) for one in heapq.nlargest(most, hot, key=heat)]
+
+    def states(self) -> Counter[str]:
+        """Count adapters by state."""
+        return Counter(map(self._state, self._catalog.records()))
+
+    def tenants(self, owner: Callable[[str], str]) -> dict[str, tuple[int, int]]:
+        """Return, by tenant, how many adapters it has, and how many of them clients hold."""
+        held, total, in_use = self._holds.handles(), Counter[str](), Counter[str]()
+        for record in self._catalog.records():
+            tenant = owner(record.name)
+            total[tenant] += 1
+            in_use[tenant] += record.handle in held
+        return {tenant: (total[tenant], in_use[tenant]) for tenant in total}
 
     def get(self, name: str) -> Listing:
         """Return one listed adapter. Raises UnknownAdapterError, which says why there is none."""
@@ -97,15 +134,18 @@ class AdapterListings:
     @property
     def num_warned(self) -> int:
         """Return the number of adapters with a warning."""
-        return sum(bool(one.warnings or self._not_served(one)) for one in self._catalog.records())
+        records, not_served = self._catalog.records(), self._catalog.refusals.names() | self._failures.names()
+        return sum(bool(one.warnings or (one.name in not_served and self._not_served(one))) for one in records)
 
     def _listing(self, record: Record) -> Listing:
         handle, residency = record.handle, self._sync.residency
-        state = self._sync.state(handle) if self._catalog.is_wanted(record) else "draining"
         layers, error = residency.num_layers(handle), residency.error(handle)
         warnings = (*record.warnings, *self._not_served(record))
         holders, slo_class = len(self._holds.by_client(handle)), self._classes.shown(record)
-        return Listing(record, state, layers, self._layers, error, holders, warnings, slo_class)
+        return Listing(record, self._state(record), layers, self._layers, error, holders, warnings, slo_class)
+
+    def _state(self, record: Record) -> str:
+        return self._sync.state(record.handle) if self._catalog.is_wanted(record) else "draining"
 
     def _not_served(self, record: Record) -> list[str]:
         """Return why newer content is not served under its name."""

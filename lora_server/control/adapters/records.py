@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
@@ -58,7 +58,14 @@ class Record:
     @classmethod
     def decode(cls, data: bytes) -> Record:
         """Read what `encode` wrote."""
-        return msgspec.json.decode(data, type=cls)
+        record = msgspec.json.decode(data, type=cls)
+        return replace(record, sites=_shared(record.sites))
+
+
+@lru_cache(maxsize=1024)
+def _shared(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Return one tuple for all adapters of the same sites: a hundred thousand have a few."""
+    return sites
 
 
 def version_of(record: Record) -> Version:
@@ -98,7 +105,7 @@ def draft(name: str, adapter: Adapter, version: str, uri: str, path: str, stamp:
         stamp=stamp,
         lora_rank=adapter.lora_rank,
         nbytes=adapter.nbytes,
-        sites=adapter.sites(),
+        sites=_shared(tuple(adapter.sites())),
         warnings=adapter.warnings,
         invocation=adapter.invocation,
         uri=uri,

@@ -63,6 +63,11 @@ class RefusedAdapters:
             log.info("adapter not refused any more", name=name)
         return refusal is not None
 
+    def names(self) -> set[str]:
+        """Return the names that are refused, or were removed by hand."""
+        with self._lock:
+            return set(self._by_name)
+
     def all(self) -> list[RefusedAdapter]:
         """Return all by name, those that were removed by hand among them."""
         with self._lock:

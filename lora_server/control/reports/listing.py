@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lora_server.control.adapters.listings import AdapterListings, Listing, ListPlace
+from lora_server.control.adapters.listings import AdapterListings, Listing
+from lora_server.control.adapters.places import ListPlace
 from lora_server.control.adapters.records import Record
 from lora_server.control.adapters.refusals import RefusedAdapter
 from lora_server.errors import ProtocolError

@@ -169,9 +169,8 @@ def _shard_info(controller: Controller) -> Metric:
 
 
 def _states(controller: Controller) -> Metric:
-    counts = Counter(dict.fromkeys(STATES, 0))
-    counts.update(one.state for one in controller.adapters.listings.all())
+    counts = controller.adapters.listings.states()
     states = GaugeMetricFamily("lora_server_adapters_in_state", "Adapters by state", labels=["state"])
-    for state, count in counts.items():
-        states.add_metric([state], count)
+    for state in STATES:
+        states.add_metric([state], counts[state])
     return states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lora_server.control.adapters.listings import Listing
@@ -25,18 +25,14 @@ def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, A
     `misses` of acquired adapters, `waits` of requests, and a clock's `seconds`, so that differences become rates.
     `owner` returns an adapter's tenant."""
     used, _ = controller.adapters.admission.tally.sums()
-    listings = controller.adapters.listings.all()
-
-    def heat(one: Listing) -> tuple[int, int, int]:
-        return one.holders, used.get(one.record.name, NEVER).holds, one.resident_layers
-
-    hottest = heapq.nlargest(MOST_ADAPTERS, listings, key=heat)
+    listings = controller.adapters.listings
+    hottest = listings.hottest({name: one.holds for name, one in used.items()}, MOST_ADAPTERS)
     adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
     counters = controller.adapters.admission.queue.counters
     more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
     engines = Counter(lease.engine.tenant for lease, _ in controller.clients.leases.silences())
     more["waits"] = _waits(controller.clients.waits.all().values())
-    return fields(status(controller)) | more | {"tenants": _tenants(listings, engines, owner)}
+    return fields(status(controller)) | more | {"tenants": _tenants(listings.tenants(owner), engines)}
 
 
 def _waits(tenants: Iterable[WaitHistograms]) -> list[dict[str, Any]]:
@@ -49,20 +45,18 @@ def _waits(tenants: Iterable[WaitHistograms]) -> list[dict[str, Any]]:
     return [{"phase": what, "counts": one.counts, "sum_ns": one.sum_ns} for what, one in counted.items()]
 
 
-def _tenants(listings: list[Listing], engines: Counter[str], owner: Callable[[str], str]) -> list[dict[str, Any]]:
-    of_tenant: dict[str, list[Listing]] = {name: [] for name in engines}
-    for one in listings:
-        of_tenant.setdefault(owner(one.record.name), []).append(one)
-    if not any(of_tenant):
+def _tenants(adapters: Mapping[str, tuple[int, int]], engines: Counter[str]) -> list[dict[str, Any]]:
+    """`adapters`: of each tenant, and how many of them are in use."""
+    if not any((*adapters, *engines)):
         return []
     rows = (
         {
             "tenant": name or "(operator)",
             "engines": engines[name],
-            "adapters": len(own),
-            "in use": sum(one.holders > 0 for one in own),
+            "adapters": adapters.get(name, (0, 0))[0],
+            "in use": adapters.get(name, (0, 0))[1],
         }
-        for name, own in of_tenant.items()
+        for name in {**engines, **adapters}
     )
     return heapq.nlargest(MOST_TENANTS, rows, key=lambda row: (row["in use"], row["engines"], row["adapters"]))
 

@@ -146,7 +146,7 @@ def test_admission_equals_the_model(seed):
     for client in (1, 2, 3, 4, 9):
         admission.forget_client(client)
     assert not room.active and not told and not admission.tickets and not admission.tickets.waiting
-    assert not +room._used
+    assert not room._used.any()
 
 
 def limited(**sizes):
