@@ -193,6 +193,7 @@ def test_a_restarted_shard_is_told_the_sizes_of_its_adapters():
     controller = make_controller(settled=False)
     first = ToldShard(controller)
     controller.adapters.recovery.adopt([kept("law", 1), kept("code", 2)], [], 2)
+    controller.adapters.sync.settle()
     moved(controller, first.handle, [pb.Residency(handle=1, bytes=4096, measured=True), pb.Residency(handle=2)])
     first.close()
     controller.shards.depart(first.handle)
