@@ -1,7 +1,7 @@
 """Shards of `bench.control_scale` without weights: `python -m bench.control_fakes JOB`.
 
-Each has a stream to the controller, as a shard's process has, and reports its counters as often. It answers every order
-to load an adapter at once: all layers are resident.
+Each has a stream to the controller, as a shard's process has, and reports its counters as often. It measures an adapter
+as soon as it is told of it, and has loaded it as soon as the controller says so, or a client holds it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class FakeShard:
 
     def __init__(self, address: str, shard: int, placement: Placement, agreement: str) -> None:
         self._shard, self._agreement = shard, agreement
-        self._layers = len(placement.layers(shard))
+        self._layers, self._loaded = len(placement.layers(shard)), set[int]()
         self.stream = ControllerStream(
-            address, Credentials(node_secret=TOKEN), self._registration, self._execute, lambda handle: self._layers
+            address, Credentials(node_secret=TOKEN), self._registration, self._execute, self._has
         )
 
     def _registration(self) -> pb.Registration:
@@ -46,10 +46,19 @@ class FakeShard:
         )
 
     def _execute(self, command: pb.ShardCommand, done: Done) -> None:
-        if command.HasField("load"):
-            moved = pb.Residency(handle=command.load.handle, layers=self._layers, bytes=BYTES, measured=True)
-            self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=[moved])))
+        kind = command.WhichOneof("command")
+        moved = [command.load.handle] if kind == "load" else []
+        if kind in ("bring", "uses"):
+            moved = [command.bring] if kind == "bring" else [*command.uses.active.more]
+            moved = [handle for handle in moved if handle not in self._loaded]
+            self._loaded.update(moved)
+        if moved:
+            rows = [pb.Residency(handle=one, layers=self._has(one), bytes=BYTES, measured=True) for one in moved]
+            self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=rows)))
         done(None)
+
+    def _has(self, handle: int) -> int:
+        return self._layers if handle in self._loaded else 0
 
     def beat(self) -> None:
         """Report its counters, as a shard does once a second."""

@@ -1,10 +1,11 @@
-"""The control plane at size: `python -m bench.control_scale --shards 256 --engines 1000 --adapters 2000`.
+"""The control plane at size: `python -m bench.control_scale --shards 256 --engines 1000 --adapters 100000`.
 
 One `serve` with a controller and a real shard; all other shards and all engines are real connections without weights:
-shards register, take every command and report that they have every adapter; engines join, beat, and hold and release
-adapters, Zipf 1.0. Shards come after the adapters, as after a restart. Measured: seconds until all shards know all
-adapters, until all engines have joined, an acquire of an engine among all of them, a list, the status, the page, and
-what the controller's process takes.
+shards register, take every command, and report that they measured an adapter, then that they loaded it; engines join,
+beat, and hold and release adapters, Zipf 1.0, at these `--rates`, acquires a second of all engines together. Measured:
+seconds until the server is ready and shards know the adapters that they are told of in advance, until all engines have
+joined; acquires of adapters that shards know (warm) and of others (cold); the list's first page, all of it, the status,
+the page, a scrape of the metrics, and what the controller's process takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ import psutil
 
 from bench import harness
 from bench.many_adapters import make
+from lora_server.control.sync.spread import MOST_TOLD
 from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, launch
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import open_channel
 
 PATIENCE = 3600.0
 SHARDS_EACH, ENGINES_EACH = 64, 125  # of a process
@@ -35,10 +40,13 @@ STAGES = 32
 TOKEN = "control-scale-bench"
 SIZES = {"num_hidden_layers": STAGES, "hidden_size": 32, "intermediate_size": 32}
 COLUMNS = (
-    "shards {shards:d} | engines {engines:d} | adapters {adapters:,d} | all known s {known_s:.1f}"
-    " | joined s {joined_s:.1f}"
-    " | acquire ms, p50 {p50_ms:.1f} | p99 {p99_ms:.1f} | per s {rate:.0f} | list s {list_s:.2f}"
-    " | status s {status_s:.2f} | page s {page_s:.2f} | MB {mb:.0f} | CPU s {cpu_s:.0f}"
+    "acquires a second {rate:.0f} | done {done:.0f} | warm {warm:d} | p50 ms {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f}"
+    " | cold {cold:d} | p50 ms {cold_p50_ms:.0f} | p99 {cold_p99_ms:.0f} | controller's CPU % {cpu:.0f}"
+)
+FACTS = (
+    "shards {shards:d} | engines {engines:d} | adapters {adapters:,d} | known {told:,d} | ready s {ready_s:.0f}"
+    " | known s {known_s:.0f} | joined s {joined_s:.0f} | first page of list s {list_s:.2f} | all of it {all_s:.1f}"
+    " | status {status_s:.2f} | page {page_s:.2f} | scrape {scrape_s:.2f} | MB {mb:.0f}"
 )
 
 
@@ -64,9 +72,9 @@ def lines(started: list[subprocess.Popen[bytes]]) -> list[bytes]:
     return found
 
 
-def page(http: str) -> bytes:
-    """Fetch the page's data."""
-    with urllib.request.urlopen(f"http://{http}/status.json", timeout=PATIENCE) as answer:
+def fetch(http: str, path: str) -> bytes:
+    """Fetch the page's data, or the metrics."""
+    with urllib.request.urlopen(f"http://{http}{path}", timeout=PATIENCE) as answer:
         return bytes(answer.read())
 
 
@@ -84,8 +92,8 @@ class Size:
     adapters: int
 
 
-def measure(size: Size, seconds: float) -> dict[str, Any]:
-    """Run one server of this size, and return its row of figures."""
+def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run one server of this size; return its figures, and a row per rate."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         make(root, size.adapters, 1, "qv", **SIZES)
@@ -96,8 +104,9 @@ def measure(size: Size, seconds: float) -> dict[str, Any]:
         server = launch(root / "log", *flags, "--device-pool", "256MiB")
         try:
             with fakes(server.address, root, layout, size.shards):
-                known = wait_for_all(server)
-                return {**asdict(size), "known_s": known, **with_engines(server, size, seconds)}
+                facts = {**asdict(size), **wait_for_all(server, size)}
+                print(facts, file=sys.stderr, flush=True)
+                return with_engines(server, size, rates, seconds, facts)
         except BaseException:
             print(server.tail(), file=sys.stderr)
             raise
@@ -112,48 +121,66 @@ def fakes(address: str, root: Path, layout: str, shards: int) -> contextlib.Abst
     return processes("bench.control_fakes", [about | {"shards": [one for one in run if one]} for run in runs])
 
 
-def wait_for_all(server: RunningServer) -> float:
-    """Wait until every shard has said that it has every adapter; return the seconds."""
-    began = time.monotonic()
-    harness.until(lambda: server.get("/readyz")[0] == 200, "the server is ready", PATIENCE)
-    harness.until(lambda: all(one.state == "ready" for one in harness.listed(server.address)), "all loaded", PATIENCE)
-    return time.monotonic() - began
+def wait_for_all(server: RunningServer, size: Size) -> dict[str, float]:
+    """Wait until the server is ready, and until the last adapter that shards are told of in advance is loaded."""
+    told = min(size.adapters, MOST_TOLD // size.shards)
+    ready = harness.until(lambda: server.get("/readyz")[0] == 200, "the server is ready", PATIENCE)
+    with open_channel(server.address) as channel:
+        stub, last = rpc.AdaptersStub(channel), pb.GetAdapterRequest(name=f"a{told - 1:05}")
+        known = harness.until(lambda: stub.Get(last, timeout=PATIENCE).state == "ready", "all are loaded", PATIENCE)
+    return {"told": told, "ready_s": ready, "known_s": ready + known}
 
 
-def with_engines(server: RunningServer, size: Size, seconds: float) -> dict[str, Any]:
-    """Have all engines join and work; measure their acquires, and a list, the status and the page afterwards."""
+def with_engines(
+    server: RunningServer, size: Size, rates: list[float], seconds: float, facts: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Have all engines join, and work at each rate; then measure what operators ask for."""
     controller, began = psutil.Process(harness.status(server.address).pid), time.monotonic()
-    about = {"address": server.address, "adapters": size.adapters, "seconds": seconds}
-    jobs = [about | {"engines": len(run)} for run in split(size.engines, ENGINES_EACH)]
-    with processes("bench.control_engines", jobs) as started:
+    about = {"address": server.address, "adapters": size.adapters}
+    jobs = [about | {"engines": len(run), "seed": run[0]} for run in split(size.engines, ENGINES_EACH)]
+    with processes("bench.control_engines", jobs) as started, open_channel(server.address) as channel:
         lines(started)
-        joined = time.monotonic() - began
-        for process in started:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            process.stdin.flush()
-        waited = np.concatenate([json.loads(line) for line in lines(started)])
-        return {
-            "joined_s": joined,
-            "p50_ms": float(np.percentile(waited, 50)),
-            "p99_ms": float(np.percentile(waited, 99)),
-            "rate": len(waited) / seconds,
-            "list_s": harness.least_s(1, lambda: harness.listed(server.address)),
-            "status_s": harness.least_s(1, lambda: harness.status(server.address)),
-            "page_s": harness.least_s(1, lambda: page(server.http)),
-            "mb": controller.memory_info().rss / 1e6,
-            "cpu_s": sum(controller.cpu_times()[:2]),
+        facts["joined_s"] = time.monotonic() - began
+        rows = [at_rate(started, controller, size, rate, seconds) for rate in rates]
+        stub = rpc.AdaptersStub(channel)
+        calls: dict[str, Callable[[], object]] = {
+            "list_s": lambda: stub.List(pb.ListAdaptersRequest(), timeout=PATIENCE),
+            "all_s": lambda: harness.listed(server.address),
+            "status_s": lambda: harness.status(server.address),
+            "page_s": lambda: fetch(server.http, "/status.json"),
+            "scrape_s": lambda: fetch(server.http, "/metrics"),
         }
+        facts |= {name: harness.least_s(3, call) for name, call in calls.items()}
+        return facts | {"mb": controller.memory_info().rss / 1e6}, rows
+
+
+def at_rate(
+    started: list[subprocess.Popen[bytes]], controller: psutil.Process, size: Size, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Have the engines acquire at a rate together, and return its row."""
+    before = sum(controller.cpu_times()[:2])
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"pause": size.engines / rate, "seconds": seconds}).encode() + b"\n")
+        process.stdin.flush()
+    found = [json.loads(line) for line in lines(started)]
+    row: dict[str, Any] = {"rate": rate, "cpu": 100 * (sum(controller.cpu_times()[:2]) - before) / seconds}
+    for kind in ("warm", "cold"):
+        waited = np.concatenate([one[kind] for one in found])
+        row[kind] = len(waited)
+        for percent in (50, 99):
+            row[f"{kind}_p{percent}_ms"] = float(np.percentile(waited, percent)) if len(waited) else float("nan")
+    row["done"] = (row["warm"] + row["cold"]) / seconds
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def main() -> None:
-    given = harness.flags(__doc__, shards=[32], engines=100, adapters=[1000], seconds=5.0)
-    rows = []
-    for shards in given.shards:
-        for adapters in given.adapters:
-            rows.append(measure(Size(shards, given.engines, adapters), given.seconds))
-            print(rows[-1], file=sys.stderr, flush=True)
-    harness.show(given, rows, harness.table("The control plane at size", rows, COLUMNS), width=160)
+    given = harness.flags(__doc__, shards=32, engines=100, adapters=1000, rates=[20.0], seconds=10.0)
+    facts, rows = measure(Size(given.shards, given.engines, given.adapters), given.rates, given.seconds)
+    title = "The control plane at size"
+    tables = harness.table(title, [facts], FACTS), harness.table("", rows, COLUMNS)
+    harness.show(given, {**facts, "rows": rows}, *tables, width=180)
 
 
 if __name__ == "__main__":

@@ -109,21 +109,44 @@ def test_a_batch_is_the_same_calls_one_by_one(batches):
 
 def test_a_batch_tells_shards_once_and_nothing_that_it_took_back():
     server = Server()
-    server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=1)) for name in "a"])
-    server.batch(
-        0,
+    uses = list[pb.Uses]()
+
+    def batch(entries):
+        server.batch(0, entries)
+        taken = map(pb.ShardCommand.FromString, server.shard.commands.take())
+        uses.extend(command.uses for command in taken if command.HasField("uses"))
+
+    batch([pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=1)) for name in "a"])
+    batch(
         [
             pb.HoldEntry(release=pb.ReleaseRequest(handles=[1])),
             pb.HoldEntry(acquire=pb.AcquireRequest(names=["b"], ticket=2)),
             pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3)),
-        ],
+        ]
     )
-    server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1, 2]))])
-    server.shard.commands.close()
-    uses = [command.uses for command in server.shard.commands if command.HasField("uses")]
+    batch([pb.HoldEntry(release=pb.ReleaseRequest(handles=[1, 2]))])
     changes = [(sorted(one.active.more), sorted(one.active.fewer)) for one in uses if one.holds]
     assert changes == [([1], []), ([2], []), ([], [1, 2])]
     client = server.proofs[0].client
     assert [
         [(one.client, sorted(one.more), sorted(one.fewer)) for one in each.holds] for each in uses if each.holds
     ] == [[(client, *change)] for change in changes]
+
+
+def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
+    server = Server()
+    for record in server.controller.adapters.catalog.records():
+        server.controller.adapters.sync.require(record)
+    server.shard.commands.take()
+    for ticket, name in enumerate("ab", 1):
+        server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=ticket))])
+    server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    (data,) = server.shard.commands.take()
+    uses = pb.ShardCommand.FromString(data).uses
+    assert ([*uses.active.more], [*uses.active.fewer]) == ([2], [1])
+    assert [([*one.more], [*one.fewer]) for one in uses.holds] == [([1], []), ([2], []), ([], [1])]
+    server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3))])
+    server.shard.commands.send(pb.ShardCommand(drop=9))
+    server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    kinds = [pb.ShardCommand.FromString(data).WhichOneof("command") for data in server.shard.commands.take()]
+    assert kinds == ["uses", "drop", "uses"], "no command is overtaken by what comes after it"

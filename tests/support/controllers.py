@@ -62,12 +62,13 @@ def moved(controller, handle, residencies):
 
 
 class ToldShard:
-    """A shard process without weights; `failure` is its answer to loads and pins."""
+    """A shard process without weights; `failure` is its answer to loads and pins, `loaded` what it was told to load."""
 
-    def __init__(self, controller, memory=None, **fields):
+    def __init__(self, controller, memory=None, shard=0, **fields):
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
         self.largest = 0  # bytes of a command
-        own = self.memory.sign(registration(0, agreement=controller.agreement.digest(), **fields))
+        self.loaded = set()
+        own = self.memory.sign(registration(shard, agreement=controller.agreement.digest(), **fields))
         reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
         self.handle = controller.arrivals.arrive(own, reports)
         self.lives()
@@ -81,6 +82,7 @@ class ToldShard:
             kind = command.WhichOneof("command")
             fails = kind in ("load", "pin") and self.failure
             if kind == "load" and not fails:
+                self.loaded.add(command.load.handle)
                 all_of_it = pb.Residency(handle=command.load.handle, layers=self.controller.agreement.spec.layers)
                 moved(self.controller, self.handle, [all_of_it])
             done = pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure)

@@ -1,0 +1,69 @@
+"""Many adapters on many shards: all shards are told of the first ones, two keep the record of each further one."""
+
+import pytest
+
+from lora_server.control.adapters.places import ListOrder
+from lora_server.control.sync.spread import AdapterSpread
+from lora_server.wire import lora_server_pb2 as pb
+from tests.support.controllers import ToldShard, kept, make_controller, moved
+from tests.support.serving import until
+
+SHARDS, TOLD, NAMES = 4, 2, [f"a{number}" for number in range(1, 7)]
+
+
+@pytest.fixture
+def rig():
+    """A controller that tells its four shards of two adapters in advance, and registers six."""
+    controller = make_controller("ep4-pp1", settled=False)
+    controller.adapters.sync.spread = AdapterSpread(SHARDS, TOLD * SHARDS)
+    controller.adapters.recovery.adopt([kept(name, number) for number, name in enumerate(NAMES, 1)], (), 6)
+    shards = [ToldShard(controller, shard=number, pool_bytes=100) for number in range(SHARDS)]
+    yield controller, shards
+    for one in shards:
+        one.close()
+
+
+def told(shard):
+    """Return the handles that a shard loads, and those of which it keeps the record alone."""
+    return sorted(shard.loaded), sorted(shard.memory.loads.keys() - shard.loaded)
+
+
+def test_further_adapters_are_kept_by_two_shards_and_told_to_all_when_named(rig):
+    controller, shards = rig
+    kept_by = {0: [4, 6], 1: [3, 5], 2: [4, 6], 3: [3, 5]}
+    until(lambda: all(told(one) == ([1, 2], kept_by[one.handle.shard]) for one in shards), "all shards were told")
+    listings = controller.adapters.listings
+    until(lambda: listings.states() == {"ready": 2, "disk": 4}, "the first two are loaded")
+    lease, _ = controller.clients.join("engine")
+    answer = controller.requests.acquire(lease.proof, ["a5"], ticket=1)
+    assert answer.queued, "no shard has measured it"
+    until(lambda: all(5 in one.loaded for one in shards), "all shards were told of it")
+    for one in shards:
+        moved(controller, one.handle, [pb.Residency(handle=5, bytes=1, measured=True)])
+    assert controller.requests.acquire(lease.proof, ["a5"], ticket=1).queued is None
+
+
+def test_a_shard_that_was_restarted_keeps_again_what_its_predecessor_kept(rig):
+    controller, shards = rig
+    shards[3].close()
+    controller.shards.depart(shards[3].handle)
+    shards[3] = ToldShard(controller, shard=3, pid=9, pool_bytes=100)
+    until(lambda: told(shards[3]) == ([1, 2], [3, 5]), "it was told")
+
+
+def test_the_hottest_adapters_are_those_that_clients_hold(rig):
+    controller, _ = rig
+    lease, _ = controller.clients.join("engine")
+    controller.adapters.admission.restore(lease.client, [6])
+    hottest = controller.adapters.listings.hottest({"a4": 7}, 3)
+    assert [one.record.name for one in hottest][:2] == ["a6", "a4"]
+    assert controller.adapters.listings.tenants(lambda name: "") == {"": (6, 1)}
+
+
+def test_a_list_is_in_order_whatever_the_order_of_its_changes():
+    order = ListOrder()
+    for place in (("b", 2), ("a", 3), ("b", 1), ("b", 2)):
+        order.add(place)
+    assert order.after() == [("a", 3), ("b", 1), ("b", 2)] and order.after(("b", 1)) == [("b", 2)]
+    order.remove(("b", 1))
+    assert order.after() == [("a", 3), ("b", 2)] and order.has("b") and not order.has("aa") and not order.has("c")
