@@ -51,9 +51,9 @@ def profile(
         plan = ProfilePlan(
             base_model=base_model,
             lora_rank=lora_rank,
-            eps=_numbers(ep, "--ep"),
-            batches=_numbers(batches, "--batches"),
-            prompts=_numbers(prompts, "--prompts"),
+            eps=numbers(ep, "--ep"),
+            batches=numbers(batches, "--batches"),
+            prompts=numbers(prompts, "--prompts"),
             engines=engines,
             transport=transport,
             wire=wire,
@@ -70,7 +70,8 @@ def profile(
     run(command)
 
 
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
+def numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Return the whole numbers above 0 of a list with commas, in order; raises ConfigError."""
     try:
         found = tuple(sorted({int(piece) for piece in text.split(",")}))
     except ValueError:

@@ -1,0 +1,70 @@
+"""`lora-server profile-engine`: measures vLLM's steps on this machine, for `provision simulate`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lora_server.cli.call import run
+from lora_server.cli.profile import numbers
+from lora_server.errors import ConfigError
+
+
+def profile_engine(
+    base_model: Annotated[Path, typer.Option(help="Model directory.")],
+    adapters: Annotated[Path, typer.Option(help="Directory of PEFT adapters.")],
+    out: Annotated[Path, typer.Option(help="File to write, for `provision simulate --engine-profile`.")],
+    slots: Annotated[str, typer.Option(help="max_loras of vLLM's own LoRA, separated by commas; none: left out.")] = "",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of an engine; one fewer beside a LoRA server.")] = 2,
+    engine_args: Annotated[str, typer.Option(help="vLLM's engine arguments, as JSON.")] = "{}",
+) -> None:
+    """Measure vLLM's steps on this machine, with and without a LoRA server.
+
+    \b
+    lora-server profile-engine --base-model ./base --adapters ./adapters --slots 4,8 \\
+        --engine-args '{"max_num_seqs": 32}' --out engine.json
+    provision simulate --engine-profile engine.json --mode coupled --cache-slots 8 \\
+        --adapters 64 --zipf 1.0 --request-rate 3 --mean-output-tokens 32
+
+    Run it in vLLM's environment, on a machine without other work. It takes about a minute per way to serve: without
+    adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
+    """
+
+    def command() -> None:
+        from lora_server import installed, terminal
+
+        installed.require("demo")
+        from lora_server.demo.engine_profile import EnginePlan, measure
+
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out: no directory {out.parent}; create it first")
+        plan = EnginePlan(
+            base_model=base_model,
+            adapters=adapters,
+            threads=threads,
+            slots=numbers(slots, "--slots") if slots else (),
+            engine_args=_object(engine_args),
+        )
+        with terminal.progress(transient=True) as progress:
+            task = progress.add_task("starting", total=None)
+            asked = shlex.join(["lora-server", *sys.argv[1:]])
+            found = measure(plan, asked, lambda text: progress.update(task, description=text))
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        typer.echo(f"out: {out}", err=True)
+
+    run(command)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--engine-args: got {text!r}, expected a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--engine-args: got {text!r}, expected a JSON object such as " + '{"max_num_seqs": 32}')
+    return found

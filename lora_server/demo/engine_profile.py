@@ -1,0 +1,175 @@
+"""What `lora-server profile-engine` measures: the steps of vLLM, by the tokens that they compute.
+
+The result is what `provision simulate --engine-profile` reads (provisioning/model/engine_steps.py). Of each way to serve,
+`base` (no adapters), `server` (vLLM without LoRA beside a LoRA server of one shard) and `coupled` (vLLM's own LoRA with so
+many slots), it has medians in us:
+
+    decode     a step of so many requests that decode, with adapters in turn
+    prompt     the step of a lone prompt of so many tokens, whose adapter is in a slot
+    entry_us   what a request takes before its first step, and its token after that
+    load_us    coupled: what a prompt's step takes longer where its adapter is in host memory, not in a slot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lora_server import spec
+from lora_server.adapters import find_adapters
+from lora_server.demo import children
+from lora_server.demo.launch import ENGINE_SECONDS, running_server
+from lora_server.demo.profiled_vllm import StepAsk, StepJob, StepTimes
+from lora_server.errors import ConfigError, LoraServerError
+
+DECODE, PROMPTS = (1, 2, 4, 8, 16, 32), (1, 16, 64, 128, 256)
+SHORT_PROMPT, NEW_TOKENS, REPEATS, LONE = 16, 20, 2, 6
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """What is measured. `slots`: of vLLM's own LoRA; `engine_args` are vLLM's, such as max_num_seqs.
+
+    An engine has `threads`, and one fewer beside a LoRA server, which has the other.
+    """
+
+    base_model: Path
+    adapters: Path
+    threads: int
+    slots: tuple[int, ...] = ()
+    engine_args: Mapping[str, Any]
+    serve_flags: tuple[str, ...] = ()
+
+
+def measure(plan: EnginePlan, command: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure each way to serve; `say` hears what is under way. Raises LoraServerError where an engine fails."""
+    names = list(find_adapters(plan.adapters))
+    if not names:
+        raise ConfigError(f"--adapters: {plan.adapters} has no adapters, expected one or more PEFT adapters")
+    ranks = sorted(_rank(plan.adapters / name) for name in names)
+    with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-profile-") as scratch:
+        ways = _Ways(plan, names, ranks[-1], Path(scratch))
+        engines = []
+        for kind, slots in (("base", 0), ("server", 0), *(("coupled", number) for number in plan.slots)):
+            say(f"{kind}, {slots} slots" if slots else kind)
+            engines.append(ways.measured(kind, slots))
+    return {
+        "source": f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}",
+        "command": command,
+        "of": {
+            "engine": f"vllm {importlib.metadata.version('vllm')}",
+            "model": spec.load(plan.base_model).geometry,
+            "lora_ranks": [ranks[0], ranks[-1]],
+            "engine_args": dict(plan.engine_args),
+        },
+        "engines": engines,
+    }
+
+
+class _Ways:
+    """The ways to serve these adapters, measured one after the other."""
+
+    def __init__(self, plan: EnginePlan, names: list[str], max_rank: int, work: Path) -> None:
+        self._plan, self._names, self._max_rank, self._work = plan, names, max_rank, work
+
+    def measured(self, kind: str, slots: int) -> dict[str, Any]:
+        """Measure one way; returns its part of the profile."""
+        plan, names = self._plan, self._names
+        threads = max(plan.threads - 1, 1) if kind == "server" else plan.threads
+        settings = {"model": str(plan.base_model), "enable_prefix_caching": False, "skip_tokenizer_init": True}
+        settings |= {"disable_log_stats": True, **plan.engine_args}
+        paths = {} if kind == "base" else {name: str(plan.adapters / name) for name in names}
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        with contextlib.ExitStack() as stack:
+            if kind == "coupled":
+                settings |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self._max_rank}
+                settings["max_cpu_loras"] = max(len(names), slots)
+            else:
+                settings = {name: value for name, value in settings.items() if not name.startswith("lora_")}
+            if kind == "server":
+                flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_flags]
+                server = stack.enter_context(running_server(self._work / "server.log", flags))
+                environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
+            cells = _cells(names if paths else [None], slots)
+            found = self._run(StepJob(settings, paths, list(cells.values())), environment)
+        times = dict(zip(cells, found, strict=True))
+        return {"lora": kind, "slots": slots, "threads": threads, **_terms(times)}
+
+    def _run(self, job: StepJob, environment: Mapping[str, str]) -> list[StepTimes]:
+        """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
+        log = self._work / "engine.log"
+        with log.open("wb") as stream:
+            engine = children.start(
+                [sys.executable, "-m", "lora_server.demo.profiled_vllm"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, env=os.environ | environment,
+            )  # fmt: skip
+        deadline = threading.Timer(ENGINE_SECONDS, engine.kill)
+        deadline.start()
+        try:
+            out, _ = engine.communicate(msgspec.json.encode(job) + b"\n")
+        finally:
+            deadline.cancel()
+            children.stop(engine)
+        if not out:
+            tail = log.read_text(errors="replace")[-3000:]
+            raise LoraServerError(f"profile-engine: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
+        return msgspec.json.decode(out, type=list[StepTimes])
+
+
+def _cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:
+    """List the cells by (term, size). Loaded adapters are used in turn; coupled, those that the slots hold."""
+    held = names[:slots] if slots else names
+    cells = {("warm", 0): [[StepAsk(3, name, 2)] for name in names]}
+    if slots and slots < len(names):
+        cells["load", 0] = [[StepAsk(SHORT_PROMPT, name)] for name in names[: max(2 * slots, LONE)]]
+    cells["held", 0] = [[StepAsk(3, name, 2)] for name in held]
+    for batch in DECODE:
+        asks = [StepAsk(SHORT_PROMPT, held[place % len(held)], NEW_TOKENS) for place in range(batch)]
+        cells["decode", batch] = [asks] * REPEATS
+    for tokens in PROMPTS:
+        cells["prompt", tokens] = [[StepAsk(tokens, held[place % len(held)])] for place in range(LONE)]
+    return cells
+
+
+def _terms(times: Mapping[tuple[str, int], StepTimes]) -> dict[str, Any]:
+    entry_us = max(times["prompt", 1].first_us - times["decode", 1].step_us, 0.0)
+    found: dict[str, Any] = {"entry_us": _rounded(entry_us)}
+    if ("load", 0) in times:
+        cold, held = times["load", 0].first_us, times["prompt", SHORT_PROMPT].first_us
+        found["load_us"] = _rounded(max(cold - held, 0.0))
+    for term, at, value in (("decode", "batch", "step_us"), ("prompt", "tokens", "first_us")):
+        less = entry_us if term == "prompt" else 0.0
+        rows = [(size, getattr(one, value) - less) for (name, size), one in times.items() if name == term]
+        found[term] = [{at: size, "us": _rounded(us)} for size, us in rows]
+    return found
+
+
+def _rank(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--adapters: {folder / 'adapter_config.json'}: {error!r}, expected a PEFT adapter") from None
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,111 @@
+"""One vLLM engine of `lora-server profile-engine`: `python -m lora_server.demo.profiled_vllm`.
+
+The first line of stdin is the job, the last line of stdout is the result. Requests go through AsyncLLM, as those of vLLM's
+own front end do, and the engine core is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+_JOINING = 3  # tokens of a batch during which its requests join; they are not timed
+
+
+class StepAsk(msgspec.Struct):
+    """A request: tokens of its prompt, its adapter (None: the base model), tokens to generate."""
+
+    prompt: int
+    adapter: str | None
+    new_tokens: int = 1
+
+
+class StepJob(msgspec.Struct):
+    """`settings` are vLLM's engine arguments, `paths` the adapters by name.
+
+    A cell is batches of requests that are sent at once, one batch after the other.
+    """
+
+    settings: dict[str, Any]
+    paths: dict[str, str]
+    cells: list[list[list[StepAsk]]]
+
+
+class StepTimes(msgspec.Struct):
+    """Medians of a cell over its requests: until the first token, and of a step of the whole batch."""
+
+    first_us: float
+    step_us: float
+
+
+class _Engine:
+    """The engine and the adapters' numbers."""
+
+    def __init__(self, engine: Any, paths: dict[str, str]) -> None:
+        self._engine, self._paths = engine, paths
+        self._ids, self._numbers = {name: number for number, name in enumerate(paths, 1)}, itertools.count()
+
+    async def cell(self, batches: list[list[StepAsk]]) -> StepTimes:
+        """Run a cell and return its medians."""
+        first, step = list[float](), list[float]()
+        for batch in batches:
+            for times in await asyncio.gather(*map(self._request, batch)):
+                first.append(times[0])
+                if len(times) > _JOINING + 1:
+                    step.append((times[-1] - times[_JOINING]) / (len(times) - 1 - _JOINING))
+        return StepTimes(statistics.median(first), statistics.median(step) if step else 0.0)
+
+    async def _request(self, ask: StepAsk) -> list[float]:
+        """Send a request; returns the times of its tokens, in us."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        count, began, number = ask.new_tokens, time.perf_counter(), next(self._numbers)
+        params = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, detokenize=False)
+        params.output_kind = RequestOutputKind.DELTA
+        prompt = {"prompt_token_ids": [3 + (7 * number + place) % 200 for place in range(ask.prompt)]}
+        lora = None
+        if ask.adapter is not None:
+            lora = LoRARequest(ask.adapter, self._ids[ask.adapter], self._paths[ask.adapter])
+        times = list[float]()
+        async for output in self._engine.generate(prompt, params, str(number), lora_request=lora):
+            made = output.outputs[0]
+            if made.finish_reason not in (None, "length"):
+                raise RuntimeError(f"request of {ask.adapter}: {made.finish_reason}: {made.stop_reason}")
+            times += [(time.perf_counter() - began) * 1e6] * len(made.token_ids)
+        return times
+
+
+async def run(job: StepJob) -> list[StepTimes]:
+    """Start the engine and measure every cell."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job.settings))
+    try:
+        measured = _Engine(engine, job.paths)
+        return [await measured.cell(cell) for cell in job.cells]
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # engines print
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=StepJob)
+    found = msgspec.json.encode(asyncio.run(run(job)))
+    with os.fdopen(answers, "wb") as stream:
+        stream.write(found + b"\n")
+
+
+if __name__ == "__main__":
+    main()
