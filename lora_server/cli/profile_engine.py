@@ -22,6 +22,7 @@ def profile_engine(
     slots: Annotated[str, typer.Option(help="max_loras of vLLM's own LoRA, separated by commas; none: left out.")] = "",
     threads: Annotated[int, typer.Option(min=1, help="Threads of an engine; one fewer beside a LoRA server.")] = 2,
     engine_args: Annotated[str, typer.Option(help="vLLM's engine arguments, as JSON.")] = "{}",
+    serve_args: Annotated[str, typer.Option(help="More flags of `lora-server serve`.")] = "--layout ep1-pp1",
 ) -> None:
     """Measure vLLM's steps on this machine, with and without a LoRA server.
 
@@ -49,6 +50,7 @@ def profile_engine(
             threads=threads,
             slots=numbers(slots, "--slots") if slots else (),
             engine_args=_object(engine_args),
+            serve_args=tuple(shlex.split(serve_args)),
         )
         with terminal.progress(transient=True) as progress:
             task = progress.add_task("starting", total=None)

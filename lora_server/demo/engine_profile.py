@@ -58,7 +58,7 @@ class EnginePlan:
     threads: int
     slots: tuple[int, ...] = ()
     engine_args: Mapping[str, Any]
-    serve_flags: tuple[str, ...] = ()
+    serve_args: tuple[str, ...]
 
 
 def measure(plan: EnginePlan, command: str, say: Callable[[str], None]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class _Ways:
             else:
                 settings = {name: value for name, value in settings.items() if not name.startswith("lora_")}
             if kind == "server":
-                flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_flags]
+                flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_args]
                 server = stack.enter_context(running_server(self._work / "server.log", flags))
                 environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
             cells = _cells(names if paths else [None], slots)

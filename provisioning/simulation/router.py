@@ -13,17 +13,27 @@ A request is not moved later. The router knows every cache exactly, which favour
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from typing import Protocol
 
-from provisioning.simulation.state import AdapterState, DecodeInstance, SlotCache
+from provisioning.simulation.state import AdapterState, SlotCache
 
 _MORE, _FEW = 1.25, 2  # "clearly more" requests than the least loaded instance: over 1.25 times as many, and two more
+
+
+class RoutedInstance(Protocol):
+    """What the router sees of an instance: the requests that it runs, and the number of all that it has."""
+
+    @property
+    def batch(self) -> Sized: ...
+    @property
+    def load(self) -> int: ...
 
 
 class LoraRouter:
     """Chooses an instance for each request by the present state of all caches."""
 
-    def __init__(self, instances: Sequence[DecodeInstance], caches: Sequence[SlotCache], max_batch: int) -> None:
+    def __init__(self, instances: Sequence[RoutedInstance], caches: Sequence[SlotCache], max_batch: int) -> None:
         self._instances, self._caches, self._max_batch = instances, caches, max_batch
         self._homes: dict[int, dict[int, AdapterState]] = {}  # adapter -> instance -> its state there
 

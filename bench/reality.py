@@ -1,0 +1,112 @@
+"""Prediction and race: attainment that the planner simulates for each row of a race, beside what was measured.
+
+    lora-server profile-engine --base-model DIR --adapters DIR --slots 4,8 --out engine.json ...
+    python -m bench.reality --race bench/results/race-cpu-2026-11.json --engine-profile engine.json [--traces DIR]
+
+The very calls of a row are simulated step by step (provisioning/simulation/steps.py), with times of a profile that knows
+nothing of the race, and scored as the race scores them. Rows of open loops: Poisson, tuning and traces. Adapters on all
+sites, other numbers of threads and PEFT are left out, as the profile has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.race import load, score
+from bench.race.load import Call, Job, Seen
+from provisioning.model import engine_steps
+from provisioning.simulation.run import SimulationResult
+from provisioning.simulation.steps import StepSystem, run_steps
+from provisioning.workload.requests import Requests
+
+SITES, BAR, TRACE_SEED, PATIENCE = "attention", 0.05, 3, 1.6
+HEAD = (
+    "| load | adapters | system | within SLO: measured | predicted | points | TTFT p50/p95 s: measured | predicted "
+    "| TPOT p50 ms: measured | predicted |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def calls_of(row: dict[str, Any], rates: list[float], traces: Path) -> tuple[list[Call], float] | None:
+    """Draw a row's calls anew, as bench/race does; returns them and the row's seconds, or None for another kind."""
+    adapters, seconds = load.names(SITES, row["adapters"]), round(row["calls"] / row["rate"], 6)
+    if row["load"] == "poisson":
+        return load.poisson(adapters, row["rate"], seconds, 10 + rates.index(row["rate"])), seconds
+    if row["load"] == "tuning":
+        return load.poisson(adapters, row["rate"], seconds, 1), seconds
+    if row["load"] in load.TRACES and (file := traces / load.TRACES[row["load"]]).exists():
+        return load.compressed(file, adapters, row["rate"], seconds, TRACE_SEED), seconds
+    return None
+
+
+def simulated(calls: list[Call], row: dict[str, Any], profile: Path) -> SimulationResult | None:
+    """Simulate a row's calls; None for a system that the profile has not measured."""
+    system, names = row["system"], load.names(SITES, row["adapters"])
+    places = re.fullmatch(r"vLLM's LoRA, (\d+) places, 2 threads", system)
+    if not places and system not in ("base", "ours"):
+        return None
+    kind, slots = ("coupled", int(places[1])) if places else ("base" if system == "base" else "server", len(names))
+    steps = engine_steps.load(profile, kind, slots)
+    requests = Requests(
+        arrival_s=np.array([call.at for call in calls]),
+        adapter=np.array([names.index(call.adapter or "") for call in calls]),
+        output_tokens=np.array([call.new_tokens for call in calls]),
+        input_tokens=np.array([len(call.prompt) for call in calls]),
+        num_adapters=len(names),
+    )
+    return run_steps(requests, StepSystem(steps=steps, slots=slots, shared=kind != "coupled"))
+
+
+def scored(calls: list[Call], seconds: float, found: SimulationResult) -> dict[str, Any]:
+    """Score a simulation as the race scores what it measured: tokens after the job's end do not count."""
+    job, seen = Job(calls, 0, seconds * PATIENCE), []
+    for number, call in enumerate(calls):
+        times = np.linspace(found.first_token_s[number], found.finish_s[number], call.new_tokens)
+        kept = times[times <= job.seconds].tolist()
+        seen.append(Seen(number, call.at, call.at, kept, [0] * len(kept)))
+    return score.row(job, seen)
+
+
+def lines(race: dict[str, Any], profile: Path, traces: Path) -> Iterator[tuple[str, float, float]]:
+    """Yield (line, measured, predicted) for each row that can be predicted."""
+    for row in race["rows"]:
+        if row["sites"] != SITES:
+            continue
+        same = {one["rate"] for one in race["rows"] if (one["load"], one["adapters"]) == ("poisson", row["adapters"])}
+        drawn = calls_of(row, sorted(same), traces)
+        found = simulated(drawn[0], row, profile) if drawn else None
+        if drawn is None or found is None:
+            continue
+        said = scored(*drawn, found)
+        pairs = ((row, "measured"), (said, "predicted"))
+        ttft = [f"{one['ttft_p50_s']:.2f}/{one['ttft_p95_s']:.2f}" for one, _ in pairs]
+        tpot = [f"{1e3 * one['tpot_p50_s']:.0f}" for one, _ in pairs]
+        points = f"{row['within']:.1%} | {said['within']:.1%} | {100 * (said['within'] - row['within']):+.1f}"
+        where = f"{row['load']} {row['rate']:g}/s | {row['adapters']} | {row['system']}"
+        yield f"| {where} | {points} | {' | '.join(ttft)} | {' | '.join(tpot)} |", row["within"], said["within"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--race", type=Path, required=True)
+    parser.add_argument("--engine-profile", type=Path, required=True)
+    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
+    given = parser.parse_args()
+    print(HEAD)
+    cells = []
+    for line, measured, predicted in lines(json.loads(given.race.read_text()), given.engine_profile, given.traces):
+        print(line)
+        cells.append((measured, predicted))
+    near = [abs(measured - predicted) <= BAR for measured, predicted in cells]
+    hard = [good for good, (measured, _) in zip(near, cells, strict=True) if measured < 1]
+    print(f"\n{sum(near)} of {len(near)} cells within {100 * BAR:g} points; of those below 100 %, {sum(hard)} of {len(hard)}.")
+
+
+if __name__ == "__main__":
+    main()
