@@ -3,9 +3,9 @@
     lora-server profile-engine --base-model DIR --adapters DIR --slots 4,8 --out engine.json ...
     python -m bench.reality --race bench/results/race-cpu-2026-11.json --engine-profile engine.json [--traces DIR]
 
-The very calls of a row are simulated step by step (provisioning/simulation/steps.py), with times of a profile that knows
-nothing of the race, and scored as the race scores them. Rows of open loops: Poisson, tuning and traces. Adapters on all
-sites, other numbers of threads and PEFT are left out, as the profile has none.
+The very calls of a row are simulated step by step (provisioning/simulation/steps.py), with times of a profile that
+knows nothing of the race, and scored as the race scores them. Rows of open loops: Poisson, tuning and traces. Adapters
+on all sites, other numbers of threads and PEFT are left out, as the profile has none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def main() -> None:
         cells.append((measured, predicted))
     near = [abs(measured - predicted) <= BAR for measured, predicted in cells]
     hard = [good for good, (measured, _) in zip(near, cells, strict=True) if measured < 1]
-    print(f"\n{sum(near)} of {len(near)} cells within {100 * BAR:g} points; of those below 100 %, {sum(hard)} of {len(hard)}.")
+    below = f"of those measured below 100 %, {sum(hard)} of {len(hard)}"
+    print(f"\n{sum(near)} of {len(near)} cells within {100 * BAR:g} points; {below}.")
 
 
 if __name__ == "__main__":

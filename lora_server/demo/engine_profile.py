@@ -1,7 +1,7 @@
 """What `lora-server profile-engine` measures: the steps of vLLM, by the tokens that they compute.
 
-The result is what `provision simulate --engine-profile` reads (provisioning/model/engine_steps.py). Of each way to serve,
-`base` (no adapters), `server` (vLLM without LoRA beside a LoRA server of one shard) and `coupled` (vLLM's own LoRA with so
+The result is what `provision simulate --engine-profile` reads (provisioning/model/engine_steps.py). Of each way to
+serve, `base` (no adapters), `server` (vLLM without LoRA beside a LoRA server) and `coupled` (vLLM's own LoRA with so
 many slots), it has medians in us:
 
     decode     a step of so many requests that decode, with adapters in turn
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

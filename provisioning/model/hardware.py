@@ -130,7 +130,8 @@ class Efficiency:
     EP4; one model), where bytes over the data sheet's bandwidth plus a constant fits within 8 us; what a
     group that spans nodes adds (`across`), to its only such row, EP8 on nodes of four GPUs. Batch 256
     is out of sample, and `table4` prints the residuals. `base_hbm` and `tensor_cores` are fitted to the
-    MoE column, one batch size each. `host_us` is what hosts add where a transport has them launch or carry steps.
+    MoE column, one batch size each. `host_us` is what hosts add where a transport has them launch or carry steps, and
+    `round_trips_us` what a message takes to the server and back besides, of which Table 4's constants have their own.
     """
 
     link: float = 1.0
@@ -139,6 +140,7 @@ class Efficiency:
     tensor_cores: float = 0.8
     overhead: StageTimes = _OVERHEAD
     host_us: float = 0.0
+    round_trips_us: float = 0.0
     across: StageTimes = _ACROSS
     source: str = "fitted to batch 128 of the paper's Table 4"
 
@@ -154,4 +156,5 @@ class Efficiency:
     def with_attention(self) -> Efficiency:
         """Return the constants for four exchanges per layer in place of two: qkv and o beside gate_up and down."""
         overhead, across = self.overhead.times(2), self.across.times(2)
-        return replace(self, overhead=overhead, host_us=2 * self.host_us, across=across)
+        host_us, trips_us = 2 * self.host_us, 2 * self.round_trips_us
+        return replace(self, overhead=overhead, host_us=host_us, round_trips_us=trips_us, across=across)

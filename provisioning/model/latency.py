@@ -3,7 +3,7 @@
     T_recv = bytes in  / (min(p, x) link) + overhead      the NICs of p clients or x shards bind
     T_comp = max(weights / (x HBM), FLOPs / (x peak)) + overhead
     T_send = bytes out / (min(p, x) link) + overhead
-    Eq. 5   T_recv + T_comp + T_send <= SLO_FFN
+    Eq. 5   T_recv + T_comp + T_send + round trips <= SLO_FFN
     Eq. 6   max(T_recv, T_comp, T_send) * L <= SLO_Layer
 
 Eq. 6 as printed has all three stages overlap. Where a transport computes and sends in one phase, the maximum is over
@@ -79,6 +79,7 @@ class StepModel(StepSettings):
             receive=self._term("receive", batch, x, receive_us, engines),
             compute=self._term("compute", batch, x, compute_us, engines),
             send=self._term("send", batch, x, send_us, engines),
+            round_trips_us=0.0 if self.profile.lookup("receive", batch=batch, ep=x) else reach.round_trips_us,
             phases=self.transport.phases,
         )
 
@@ -190,17 +191,21 @@ class StepModel(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Terms of one layer's step, both projections, for one instance's batch."""
+    """Terms of one layer's step, both projections, for one instance's batch.
+
+    `round_trips_us` are those of its exchanges: an engine waits for each, but neither links nor shards are busy then.
+    """
 
     receive: Quantity
     compute: Quantity
     send: Quantity
+    round_trips_us: float = 0.0
     phases: tuple[tuple[Stage, ...], ...] = APART
 
     @property
     def total(self) -> float:
         """Left side of Eq. 5, us."""
-        return self.receive.value + self.compute.value + self.send.value
+        return self.receive.value + self.compute.value + self.send.value + self.round_trips_us
 
     @property
     def longest(self) -> float:

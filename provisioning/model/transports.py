@@ -19,17 +19,22 @@ JOINED: tuple[tuple[Stage, ...], ...] = (("receive",), ("compute", "send"))
 HOST_US = 190.0  # of an exchange: a shard's loop and its client, on a CPU
 CONVERSION_US = 1.1e-3  # of a byte of exact rows to e4m3 and back, on CPUs
 TCP_GBPS = 25.0  # of one host's stream
+TCP_ROUND_TRIP_US = 50.0  # between hosts of one network, assumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """`host_us` is what hosts add to an exchange; `one_host` says that engines and shards share a machine."""
+    """`host_us` is what hosts add to an exchange; `one_host` says that engines and shards share a machine.
+
+    `round_trip_us` is a message's way to the server and back, where Table 4's constants and `host_us` do not have it.
+    """
 
     name: str
     phases: tuple[tuple[Stage, ...], ...]
     link: Literal["nic", "nvlink", "pcie", "stream"]
     one_host: bool
     host_us: float = 0.0
+    round_trip_us: float = 0.0
 
     def link_gbps(self, gpu: GpuSpec, nic_gbps: float, host_gb_per_s: float) -> float:
         """Return the bandwidth of one GPU in one direction."""
@@ -45,10 +50,11 @@ class Transport:
         """Return the time of a byte of exact rows to e4m3 and back: on hosts, or of three bytes of HBM."""
         return CONVERSION_US if self.host_us else 3 / hbm_bytes_per_us
 
-    @property
-    def efficiency(self) -> Efficiency:
-        """The constants of a layer's two exchanges: those of Table 4, and what a host adds."""
-        fitted = Efficiency()
+    def efficiency(self, round_trip_us: float | None = None) -> Efficiency:
+        """Return the constants of a layer's two exchanges: those of Table 4, what a host adds, and the round trips."""
+        fitted = replace(
+            Efficiency(), round_trips_us=2 * (self.round_trip_us if round_trip_us is None else round_trip_us)
+        )
         if self.name == "nvshmem":
             return fitted
         source = f"{fitted.source}, assumed for {self.name}"
@@ -64,7 +70,14 @@ TRANSPORTS = {
         Transport(name="gpu", phases=JOINED, link="nvlink", one_host=True),
         Transport(name="cuda_ipc", phases=JOINED, link="nvlink", one_host=True, host_us=HOST_US),
         Transport(name="shm", phases=JOINED, link="pcie", one_host=True, host_us=HOST_US),
-        Transport(name="tcp", phases=APART, link="stream", one_host=False, host_us=HOST_US),
+        Transport(
+            name="tcp",
+            phases=APART,
+            link="stream",
+            one_host=False,
+            host_us=HOST_US,
+            round_trip_us=TCP_ROUND_TRIP_US,
+        ),
     )
 }
 

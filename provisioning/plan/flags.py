@@ -66,6 +66,9 @@ class PlanFlags(WorkloadFlags):
     )
     wire: Annotated[str, "Element size of rows: exact (2 bytes) or e4m3 (1), the server's --wire."] = "exact"
     link_gbps: Annotated[float | None, "Network per GPU and direction, Gb/s (default: 400, or the transport's)."] = None
+    round_trip_us: Annotated[
+        float | None, "Round trip to the server, per exchange (default: 50 over tcp, else in the fitted constants)."
+    ] = None
     host_link_gb_per_s: Annotated[float | None, "Host to GPU, GB/s (default: 50, or the profile's)."] = None
     context_tokens: Annotated[float, "KV cache per request in tokens, for memory and attention time."] = 1024.0
     prefill_tokens: Annotated[float, "Largest prefill chunk; each GPU reserves its activations."] = 2048.0

@@ -162,7 +162,8 @@ def scenario(flags: PlanFlags) -> Scenario:
     if library is not None:
         found, rank, attention = library.sized(found, geometry, shared_a=flags.shared_a)
     transport = transport_named(flags.transport)
-    efficiency = transport.efficiency
+    round_trip = flags.round_trip_us
+    efficiency = transport.efficiency(None if round_trip is None else non_negative(round_trip, "--round-trip-us", 1e6))
     wire: Wire = "e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact"
     measured = {
         "model": geometry.name,

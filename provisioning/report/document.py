@@ -94,6 +94,7 @@ def _latency(result: Result) -> dict[str, float]:
         "recv": latency.receive.value,
         "compute": latency.compute.value,
         "send": latency.send.value,
+        "round_trips": latency.round_trips_us,
         "total": latency.total,
         "budget": limit.ffn,
         "slowest_times_instances": result.scenario.steps.busy_us(result.candidate.layout),

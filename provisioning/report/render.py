@@ -68,6 +68,7 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     yield from _simulated(result)
     yield from _band(result)
     parts = f"{latency.receive.value:,.0f} + {latency.compute.value:,.0f} + {latency.send.value:,.0f}"
+    parts += f" + {latency.round_trips_us:,.0f} of round trips" if latency.round_trips_us else ""
     yield "recv + comp + send", f"{parts} = {latency.total:,.0f} us", f"<= {limit.ffn:,.0f} us (Eq. 5)"
     form = "Eq. 6" if scenario.eq6 == "stage" else "Eq. 6, printed"
     busy_us = scenario.steps.busy_us(candidate.layout)

@@ -22,12 +22,15 @@ _MORE, _FEW = 1.25, 2  # "clearly more" requests than the least loaded instance:
 
 
 class RoutedInstance(Protocol):
-    """What the router sees of an instance: the requests that it runs, and the number of all that it has."""
+    """What the router sees of an instance."""
 
     @property
-    def batch(self) -> Sized: ...
+    def batch(self) -> Sized:
+        """The requests that run."""
+
     @property
-    def load(self) -> int: ...
+    def load(self) -> int:
+        """The number of all its requests."""
 
 
 class LoraRouter:

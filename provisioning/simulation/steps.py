@@ -52,7 +52,9 @@ def run_steps(requests: Requests, system: StepSystem) -> SimulationResult:
     released = server.grant if server else None
     engines = [StepEngine(steps, prompts, tokens, moments, released) for _ in range(system.instances)]
     router = LoraRouter(engines, [SlotCache(system.slots) for _ in engines], steps.max_seqs)
-    for request, (now_s, adapter) in enumerate(zip(requests.arrival_s.tolist(), requests.adapter.tolist(), strict=True)):
+    for request, (now_s, adapter) in enumerate(
+        zip(requests.arrival_s.tolist(), requests.adapter.tolist(), strict=True)
+    ):
         _advance(engines, now_s)
         least = min(range(len(engines)), key=lambda one: engines[one].load)
         if server:
