@@ -34,6 +34,8 @@ _LABELS = {
     "ttft_p50_s": "TTFT p50",
     "ttft_p95_s": "TTFT p95",
     "ttft_p99_s": "TTFT p99",
+    "tpot_p50_s": "TPOT p50",
+    "tpot_p95_s": "TPOT p95",
     "share_within_slo": "requests within the TTFT SLO",
     "adapters_with_90_percent_within_slo": "adapters with 90 % of theirs within",
 }

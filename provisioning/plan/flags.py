@@ -107,6 +107,11 @@ class SimulateFlags(WorkloadFlags):
         "any: the instance with the fewest requests (coupled: that has the adapter); by-adapter: the adapter's own.",
     ] = "any"
     step_ms: Annotated[float, "Time of a decode step."] = 25.0
+    engine_profile: Annotated[
+        Path | None,
+        "Measured steps, by `lora-server profile-engine`: schedules as vLLM does (default: none, by --step-ms).",
+    ] = None
+    prompt_tokens: Annotated[int, "Prompt tokens per request, with --engine-profile; a trace has its own."] = 512
     load_ms: Annotated[float, "Time that a cold adapter adds."] = 0.0
     requests: Annotated[int, "Requests per seed."] = 50_000
     seeds: Annotated[int, "Number of runs."] = 5

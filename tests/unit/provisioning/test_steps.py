@@ -1,0 +1,122 @@
+"""Engines that schedule step by step, as vLLM does, with steps as `lora-server profile-engine` measures them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from provisioning.cli import app
+from provisioning.inputs import InputError
+from provisioning.model import engine_steps
+from provisioning.model.engine_steps import EngineSteps
+from provisioning.simulation.run import System, run
+from provisioning.simulation.steps import StepSystem, run_steps
+from provisioning.workload.requests import Lengths, Requests
+from provisioning.workload.workload import Workload, zipf
+
+# a step takes a second, and a tenth of one for each prompt token beyond the first
+STEPS = EngineSteps(
+    decode=((1.0, 1.0), (32.0, 1.0)),
+    prompt=((1.0, 1.0), (11.0, 2.0)),
+    entry_s=0.0,
+    load_s=5.0,
+    max_seqs=32,
+    max_tokens=50,
+)
+PROFILE = {
+    "of": {"engine_args": {"max_num_seqs": 4}},
+    "engines": [
+        {"lora": kind, "slots": slots, "entry_us": 1e3, "load_us": load, "decode": [{"batch": 1, "us": 2e4}],
+         "prompt": [{"tokens": 1, "us": 2e4}, {"tokens": 65, "us": 9e4}]}
+        for kind, slots, load in (("server", 0, 0.0), ("coupled", 2, 4e4), ("coupled", 8, 3e4))
+    ],
+}  # fmt: skip
+
+
+def calls(*rows):
+    """Requests of (arrival, adapter, prompt, output tokens)."""
+    arrival, adapter, prompt, tokens = (np.array(column) for column in zip(*rows, strict=True))
+    return Requests(
+        arrival_s=arrival.astype(float), adapter=adapter, output_tokens=tokens, input_tokens=prompt, num_adapters=9
+    )
+
+
+def played(requests, *, slots=9, shared=True, load_s=0.0, **how):
+    found = run_steps(requests, StepSystem(steps=replace(STEPS, **how), slots=slots, shared=shared, load_s=load_s))
+    return found.first_token_s.tolist(), found.finish_s.tolist()
+
+
+def test_prompts_are_computed_in_the_steps_of_those_that_decode():
+    first, finish = played(calls((0, 0, 1, 4), (0.5, 1, 11, 2)))
+    assert first == [1, 3] and finish == [5, 4]  # the second step takes 2 s for both
+
+
+def test_a_prompt_beyond_the_budget_is_computed_in_chunks_beside_decoding():
+    first, _ = played(calls((0, 0, 1, 9), (0.5, 1, 21, 1)), max_tokens=11)
+    assert first[1] == pytest.approx(1 + 1.9 + 1.9 + 1.0)  # 10, 10 and 1 tokens, each beside a decoding request
+
+
+def test_coupled_requests_of_adapters_without_a_slot_are_overtaken():
+    rows = calls((0, 0, 1, 3), (0.1, 1, 1, 2), (0.2, 0, 1, 1))
+    first, finish = played(rows, slots=1, shared=False, load_s=0.0)
+    assert first == [6, 14, 7] and finish[0] == 8  # 5 s of load; the third shares the slot, the second loads at 8
+
+
+def test_a_server_loads_beside_the_steps():
+    first, finish = played(calls((0, 0, 1, 9), (0.5, 1, 1, 1)), load_s=3.0)
+    assert finish[0] == 12 and first == [4, 5]  # its load ends at 3.5, and it joins the step at 4
+    first, _ = played(calls((0, 0, 1, 2), (0.5, 1, 1, 1)), slots=1, load_s=3.0)
+    assert first == [4, 5 + 3 + 1]  # it waits for the slot, then for its load
+
+
+def test_no_more_requests_run_than_the_engine_has_places():
+    first, _ = played(calls(*[(0, 0, 1, 2)] * 3), max_seqs=2)
+    assert first == pytest.approx([1.1, 1.1, 3.1])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_equal_steps_both_simulations_agree(shared):
+    """`run` has no prompts and lets a request join at the next step; a load is a multiple of it."""
+    requests = Workload(popularity=zipf(0.8, 40), lengths=Lengths(mean_tokens=20)).sample(
+        rate=0.4, num_requests=3000, seed=7
+    )
+    steps = replace(STEPS, load_s=0.0, prompt=((1.0, 1.0),))
+    exact = run_steps(requests, StepSystem(steps=steps, slots=12, shared=shared))
+    clocked = run(requests, System(step_s=[1.0], cache_slots=12, shared=shared, max_batch=32))
+    assert np.isfinite(exact.finish_s).all()
+    assert exact.ttft_s.mean() == pytest.approx(clocked.ttft_s.mean(), rel=0.1)
+    assert (exact.ttft_s <= 10).mean() == pytest.approx((clocked.ttft_s <= 10).mean(), abs=0.03)
+
+
+def test_the_nearest_number_of_slots_is_read(tmp_path):
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(PROFILE))
+    found = engine_steps.load(file, "coupled", 6)
+    assert found.load_s == pytest.approx(0.03) and found.max_seqs == 4
+    assert found.step_s(1, 0) == pytest.approx(0.02) and found.step_s(2, 33) == pytest.approx(0.055)
+    assert found.step_s(0, 129) == pytest.approx(0.16)
+    with pytest.raises(InputError, match=r"--engine-profile: .*no engine with lora 'base'"):
+        engine_steps.load(file, "base", 0)
+    for broken in (
+        {"engines": 3},
+        {"of": {}, "engines": PROFILE["engines"]},
+        PROFILE | {"engines": [{"lora": "server"}]},
+    ):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(InputError, match=r"--engine-profile: .*engine\.json.*expected"):
+            engine_steps.load(file, "server", 0)
+
+
+def test_simulate_takes_measured_steps(tmp_path):
+    (tmp_path / "engine.json").write_text(json.dumps(PROFILE))
+    asked = ["simulate", "--engine-profile", str(tmp_path / "engine.json"), "--cache-slots", "2", "--adapters", "9"]
+    asked += ["--request-rate", "1", "--mean-output-tokens", "10", "--prompt-tokens", "33", "--requests", "300"]
+    for mode, least in (("disaggregated", 0.056), ("coupled", 0.056)):
+        made = CliRunner().invoke(app, [*asked, "--mode", mode, "--json"])
+        assert made.exit_code == 0, made.output
+        found = json.loads(made.stdout)["simulated"]
+        assert found["ttft_p50_s"]["mean"] >= least and found["tpot_p50_s"]["mean"] >= 0.02
+    refused = CliRunner().invoke(app, [*asked, "--order", "sjf"])
+    assert refused.exit_code == 2 and "--order: got 'sjf' with --engine-profile" in refused.stderr
