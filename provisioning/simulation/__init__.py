@@ -4,5 +4,6 @@ run       the rules, and a run from requests to times
 engine    the event loop
 state     its caches, adapters and instances
 router    the LoRA-aware router of coupled instances
+steps     engines step by step, as vLLM schedules  step_engine  one of them
 measure   what is read off a run, with an interval over seeds
 """

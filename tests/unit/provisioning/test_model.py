@@ -233,6 +233,22 @@ def test_a_transport_has_its_own_link_hosts_and_reach():
         support.question(transport="auto")
 
 
+def test_an_engine_waits_for_a_round_trip_at_each_site_but_nothing_is_busy_with_it():
+    asked = {"transport": "tcp", "prefill": "apart"}
+    own, none, slow = (
+        support.question(**asked, **more).model for more in ({}, {"round_trip_us": 0}, {"round_trip_us": 400})
+    )
+    layout = Layout(2, 1)
+    alone = none.lora(64, layout)
+    for model, one_us in ((own, 50), (slow, 400)):
+        found = model.lora(64, layout)
+        assert found.total - alone.total == pytest.approx(2 * one_us) and found.longest == alone.longest
+        everywhere = replace(model, efficiency=model.efficiency.with_attention()).lora(64, layout)
+        assert everywhere.round_trips_us == 4 * one_us
+    with pytest.raises(InputError, match="--round-trip-us: got -1"):
+        support.question(round_trip_us=-1, **asked)
+
+
 def test_gpus_of_a_tensor_parallel_engine_each_send_every_hidden_row():
     ep, tp = (step_model(tensor_parallel=tp, instance_gpus=4).work.step(64, 2) for tp in (False, True))
     hidden = 3 * 2 * 64 * 2 * (1 - 6 / 28) * 4096  # three more copies of what goes once to each shard
