@@ -1,6 +1,6 @@
 """Prediction and race: attainment that the planner simulates for each row of a race, beside what was measured.
 
-    lora-server profile-engine --base-model DIR --adapters DIR --slots 4,8 --out engine.json ...
+    lora-server profile-vllm --base-model DIR --adapters DIR --slots 4,8 --out engine.json ...
     python -m bench.reality --race bench/results/race-cpu-2026-11.json --engine-profile engine.json [--traces DIR]
 
 The very calls of a row are simulated step by step (provisioning/simulation/steps.py), with times of a profile that

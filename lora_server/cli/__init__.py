@@ -7,7 +7,7 @@ doctor     checks of this machine                  live       status --watch
 tokens     tokens and their roles                  tenants    tenants and their limits
 sharing    adapters shared between tenants         audit      the audit log
 events     what happened, and what happens            profile    measures this machine for provision
-profile_engine  measures vLLM's steps for it
+profile_vllm    measures vLLM's steps for it
 merge      an adapter into base weights, offline
 local      tokens and tenants without a server     drain      draining before a node or shard stops
 """

@@ -16,7 +16,7 @@ from lora_server.cli.drain import drain
 from lora_server.cli.events import events
 from lora_server.cli.merge import merge
 from lora_server.cli.profile import profile
-from lora_server.cli.profile_engine import profile_engine
+from lora_server.cli.profile_vllm import profile_vllm
 from lora_server.cli.sharing import add_to as add_sharing
 from lora_server.cli.status import status
 from lora_server.cli.tenants import app as tenants_app
@@ -98,7 +98,7 @@ app.command()(drain)
 app.command()(events)
 app.command()(merge)
 app.command()(profile)
-app.command()(profile_engine)
+app.command()(profile_vllm)
 
 
 @app.command()

@@ -8,7 +8,7 @@ serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a chi
 styles   a model and adapters that answer in words  words    prompts and answers as text
 ask      one question through a running server
 profile  what `lora-server profile` measures       profiled_engine   one of its engines
-engine_profile  what `lora-server profile-engine` measures   profiled_vllm   one of its engines
+vllm_profile   what `lora-server profile-vllm` measures   profiled_vllm   one of its engines
 cluster_check   what `doctor --cluster` finds
 children what ends with its parent                  inproc   shards inside the caller's own process
 """

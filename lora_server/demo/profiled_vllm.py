@@ -1,4 +1,4 @@
-"""One vLLM engine of `lora-server profile-engine`: `python -m lora_server.demo.profiled_vllm`.
+"""One vLLM engine of `lora-server profile-vllm`: `python -m lora_server.demo.profiled_vllm`.
 
 The first line of stdin is the job, the last line of stdout is the result. Requests go through AsyncLLM, as those of
 vLLM's own front end do, and the engine core is a process of its own.

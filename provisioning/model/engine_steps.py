@@ -1,4 +1,4 @@
-"""Steps of a serving engine, measured by `lora-server profile-engine`: how long one takes by what it computes.
+"""Steps of a serving engine, measured by `lora-server profile-vllm`: how long one takes by what it computes.
 
 JSON: {"source": "...", "of": {"engine": "vllm 0.32.0", "model": "8x1024-...", "lora_ranks": [8, 64], "engine_args":
 {"max_num_seqs": 32}}, "engines": [{"lora": "coupled", "slots": 4, "threads": 2, "entry_us": 9000, "load_us": 21000,
@@ -64,10 +64,10 @@ def load(path: Path, kind: str, slots: int) -> EngineSteps:
     content = parsed(text, where)
     engines = content.get("engines") if isinstance(content, dict) else None
     if not isinstance(engines, list) or not all(isinstance(one, dict) for one in engines):
-        raise InputError(f'{where}: expected an object with "engines", as `lora-server profile-engine` writes it')
+        raise InputError(f'{where}: expected an object with "engines", as `lora-server profile-vllm` writes it')
     found = [one for one in engines if one.get("lora") == kind]
     if not found:
-        raise InputError(f"{where}: got no engine with lora {kind!r}, expected one; measure it with profile-engine")
+        raise InputError(f"{where}: got no engine with lora {kind!r}, expected one; measure it with profile-vllm")
     try:
         nearest = min(found, key=lambda one: abs(int(one["slots"]) - slots))
         arguments = content["of"]["engine_args"]
@@ -80,7 +80,7 @@ def load(path: Path, kind: str, slots: int) -> EngineSteps:
             max_tokens=int(arguments.get("max_num_batched_tokens", _MAX_TOKENS)),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{where}: {kind}: {error!r}; expected what `lora-server profile-engine` writes") from None
+        raise InputError(f"{where}: {kind}: {error!r}; expected what `lora-server profile-vllm` writes") from None
     numbers = [*steps.decode, *steps.prompt, (1.0, steps.entry_s + 1), (1.0, steps.load_s + 1)]
     if not all(0 < value < math.inf for pair in numbers for value in pair) or min(steps.max_seqs, steps.max_tokens) < 1:
         raise InputError(f"{where}: {kind}: expected sizes and times above 0")

@@ -109,7 +109,7 @@ class SimulateFlags(WorkloadFlags):
     step_ms: Annotated[float, "Time of a decode step."] = 25.0
     engine_profile: Annotated[
         Path | None,
-        "Measured steps, by `lora-server profile-engine`: schedules as vLLM does (default: none, by --step-ms).",
+        "Measured steps, by `lora-server profile-vllm`: schedules as vLLM does (default: none, by --step-ms).",
     ] = None
     prompt_tokens: Annotated[int, "Prompt tokens per request, with --engine-profile; a trace has its own."] = 512
     load_ms: Annotated[float, "Time that a cold adapter adds."] = 0.0

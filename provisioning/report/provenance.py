@@ -36,13 +36,13 @@ def provenance(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]
 
 def _times(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
     model, latency = scenario.model, candidate.latency
+    trips_us, trips = latency.round_trips_us, "of a layer's exchanges; --round-trip-us"
+    waits = {"latency_us.round_trips": PlanInput(value=trips_us, unit="us", kind="assumed", source=trips)}
     return {
+        **(waits if trips_us else {}),
         "latency_us.recv": _us(latency.receive),
         "latency_us.compute": _us(latency.compute),
         "latency_us.send": _us(latency.send),
-        "latency_us.round_trips": PlanInput(
-            value=latency.round_trips_us, unit="us", kind="assumed", source="of a layer's exchanges; --round-trip-us"
-        ),
         "base_ffn_us": _us(model.base.ffn_us(scenario.busiest)),
         "base_attention_us": _us(model.base.attention_us(scenario.busiest)),
         "coupled_lora_us": _us(model.coupled_lora_us(scenario.batch)),

@@ -16,6 +16,7 @@ from provisioning.arrays import Floats, Ints
 
 _OFTEN, _MOST, _MOST_GROUPS = 40, 1000, 64  # calls that can be told from chance; adapters, the hottest; clusters
 _FEWEST_WINDOWS, _FEWEST_MEMBERS = 12, 4  # of some hundred adapters, two or three are alike by chance
+_PRIOR = 1.0  # calls of a window, beside a group's own
 _LIKENESS = 3.0  # standard deviations of the correlation of two that have nothing in common
 _INDEPENDENT = (0.5, 2.0)  # variance of the load of all, over the sum of the groups'
 
@@ -34,10 +35,25 @@ def groups(adapter: Ints, edges_W1: Ints, curve_W: Floats, num_adapters: int) ->
     counts_AW = np.bincount(flat, minlength=(often.size + 1) * curve_W.size).reshape(-1, curve_W.size)[:-1]
     cluster = _clusters(counts_AW.astype(float), all_W)
     of_group = np.stack([counts_AW[cluster == one].sum(axis=0) for one in range(int(cluster.max()) + 1)]).astype(float)
-    of_group[0] = all_W - of_group[1:].sum(axis=0)
-    if _independent(of_group, curve_W):
-        found[often] = cluster
-    return found
+    of_group[0] = all_W
+    window = np.repeat(np.arange(curve_W.size), np.diff(edges_W1))
+    found = _likeliest(adapter[: edges_W1[-1]], window, of_group, num_adapters)
+    of_group = np.zeros_like(of_group)
+    np.add.at(of_group, (found[adapter[: edges_W1[-1]]], window), 1.0)
+    return found if _independent(of_group, curve_W) else np.zeros_like(found)
+
+
+def _likeliest(adapter: Ints, window: Ints, of_group: Floats, num_adapters: int) -> Ints:
+    """Return the group of each adapter whose load over time makes its calls the likeliest; the first is that of all."""
+    share_W = of_group[0] / of_group[0].sum()
+    best, likelihood = np.zeros(num_adapters, dtype=np.int64), np.full(num_adapters, -np.inf)
+    for group, load_W in enumerate(of_group):
+        smoothed_W = load_W + _PRIOR * share_W * share_W.size
+        logs_W = np.log(np.maximum(smoothed_W / smoothed_W.sum(), 1e-12))
+        of_this = np.bincount(adapter, logs_W[window], num_adapters)
+        better = of_this > likelihood
+        best[better], likelihood[better] = group, of_this[better]
+    return best
 
 
 def _clusters(counts_AW: Floats, all_W: Floats) -> Ints:

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "lora_server": ("server", "cuda"), **{f"lora_server.{name}": () for name in ("__init__", "wire", *LEAVES)},
     "lora_server.telemetry": ("telemetry",), "lora_server.transport": ("cuda",),
     "lora_server.demo": ("server", "demo"), "lora_server.sources": ("http", "s3"), "client_connector": (),
+    "lora_server.demo.profiled_vllm": ("vllm",),
     "client_connector.transformers": ("transformers",), "client_connector.vllm": ("vllm",),
     "kernels_cuda": ("cuda",), "provisioning": ("provision",),
 }  # fmt: skip

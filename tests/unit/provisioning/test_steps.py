@@ -1,4 +1,4 @@
-"""Engines that schedule step by step, as vLLM does, with steps as `lora-server profile-engine` measures them."""
+"""Engines that schedule step by step, as vLLM does, with steps as `lora-server profile-vllm` measures them."""
 
 import json
 from dataclasses import replace

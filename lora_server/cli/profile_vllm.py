@@ -1,4 +1,4 @@
-"""`lora-server profile-engine`: measures vLLM's steps on this machine, for `provision simulate`."""
+"""`lora-server profile-vllm`: measures vLLM's steps on this machine, for `provision simulate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_server.cli.profile import numbers
 from lora_server.errors import ConfigError
 
 
-def profile_engine(
+def profile_vllm(
     base_model: Annotated[Path, typer.Option(help="Model directory.")],
     adapters: Annotated[Path, typer.Option(help="Directory of PEFT adapters.")],
     out: Annotated[Path, typer.Option(help="File to write, for `provision simulate --engine-profile`.")],
@@ -24,13 +24,13 @@ def profile_engine(
     engine_args: Annotated[str, typer.Option(help="vLLM's engine arguments, as JSON.")] = "{}",
     serve_args: Annotated[str, typer.Option(help="More flags of `lora-server serve`.")] = "--layout ep1-pp1",
 ) -> None:
-    """Measure vLLM's steps on this machine, with and without a LoRA server.
+    """Measure vLLM's steps, with and without a LoRA server.
 
     \b
-    lora-server profile-engine --base-model ./base --adapters ./adapters --slots 4,8 \\
-        --engine-args '{"max_num_seqs": 32}' --out engine.json
-    provision simulate --engine-profile engine.json --mode coupled --cache-slots 8 \\
-        --adapters 64 --zipf 1.0 --request-rate 3 --mean-output-tokens 32
+    lora-server profile-vllm --base-model ./base --adapters ./adapters \\
+        --slots 4,8 --engine-args '{"max_num_seqs": 32}' --out engine.json
+    provision simulate --engine-profile engine.json --mode coupled \\
+        --cache-slots 8 --adapters 64 --request-rate 3 --mean-output-tokens 32
 
     Run it in vLLM's environment, on a machine without other work. It takes about a minute per way to serve: without
     adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
@@ -40,7 +40,7 @@ def profile_engine(
         from lora_server import installed, terminal
 
         installed.require("demo")
-        from lora_server.demo.engine_profile import EnginePlan, measure
+        from lora_server.demo.vllm_profile import EnginePlan, measure
 
         if not out.parent.is_dir():
             raise ConfigError(f"--out: no directory {out.parent}; create it first")

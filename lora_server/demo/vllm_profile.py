@@ -1,4 +1,4 @@
-"""What `lora-server profile-engine` measures: the steps of vLLM, by the tokens that they compute.
+"""What `lora-server profile-vllm` measures: the steps of vLLM, by the tokens that they compute.
 
 The result is what `provision simulate --engine-profile` reads (provisioning/model/engine_steps.py). Of each way to
 serve, `base` (no adapters), `server` (vLLM without LoRA beside a LoRA server) and `coupled` (vLLM's own LoRA with so
@@ -132,7 +132,7 @@ class _Ways:
             children.stop(engine)
         if not out:
             tail = log.read_text(errors="replace")[-3000:]
-            raise LoraServerError(f"profile-engine: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
+            raise LoraServerError(f"profile-vllm: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
         return msgspec.json.decode(out, type=list[StepTimes])
 
 
