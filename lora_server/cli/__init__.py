@@ -1,11 +1,11 @@
 """The `lora-server` command. Heavy imports happen inside commands, so that --help is quick.
 
-command    the command itself; serve, demo          adapters   adapters of a running server (printed by rows)
+command    the command itself; serve, demo          adapters   adapters of a running server, and what is shared
 call       one call to a running server            loading    progress bars of an adapter that is added
-status     state of a running server               complete   adapter names for shell completion
+status     state of a running server               rows       adapters as printed, and completed by a shell
 doctor     checks of this machine                  live       status --watch
 tokens     tokens and their roles                  tenants    tenants and their limits
-sharing    adapters shared between tenants         audit      the audit log
+audit      the audit log
 events     what happened, and what happens            profile    measures this machine for provision
 profile_vllm    measures vLLM's steps for it
 merge      an adapter into base weights, offline

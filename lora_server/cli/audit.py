@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FOLLOW_SECONDS = 1.0
 
 
+@one_line_errors()
 def audit(
     follow: Annotated[bool, typer.Option(help="Print new entries until Ctrl-C.")] = False,
     most: Annotated[int, typer.Option(min=1, max=1000, help="Number of entries, newest.")] = 100,
@@ -30,26 +31,20 @@ def audit(
 
     An entry has caller, call, subject and outcome. With --follow and --json each entry is one line of JSON.
     """
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
+    def entries(after: int) -> list[pb.AuditEntry]:
+        return list(ask_access(server, data_dir, registry, "Audit", pb.AuditRequest(after=after, most=most)).entries)
 
-        def entries(after: int) -> list[pb.AuditEntry]:
-            return list(
-                ask_access(server, data_dir, registry, "Audit", pb.AuditRequest(after=after, most=most)).entries
-            )
-
-        found = entries(0)
-        if as_json and not follow:
-            print_json([_row(one) for one in found])
-            return
+    found = entries(0)
+    if as_json and not follow:
+        print_json([_row(one) for one in found])
+        return
+    try:
         last = _print(found, as_json, 0)
         while follow:
             time.sleep(FOLLOW_SECONDS)
             last = _print(entries(last), as_json, last)
-
-    try:
-        run(command)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -25,10 +26,11 @@ ServerOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
 
 
-def run(command: Callable[[], None]) -> None:
-    """Run the body of a command; turn a LoraServerError into one line and an exit code."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End a command on a LoraServerError, with one line on stderr and an exit code."""
     try:
-        command()
+        yield
     except LoraServerError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR)

@@ -10,14 +10,13 @@ import typer
 from lora_server import __version__
 from lora_server.cli.adapters import app as adapters_app
 from lora_server.cli.audit import audit
-from lora_server.cli.call import EXIT_ERROR, JsonOption, run
+from lora_server.cli.call import EXIT_ERROR, JsonOption, one_line_errors
 from lora_server.cli.doctor import doctor
 from lora_server.cli.drain import drain
 from lora_server.cli.events import events
 from lora_server.cli.merge import merge
 from lora_server.cli.profile import profile
 from lora_server.cli.profile_vllm import profile_vllm
-from lora_server.cli.sharing import add_to as add_sharing
 from lora_server.cli.status import status
 from lora_server.cli.tenants import app as tenants_app
 from lora_server.cli.tokens import app as tokens_app
@@ -54,6 +53,7 @@ class ServeCommand(GroupedCommand):
 
 @app.command(cls=ServeCommand)
 @flags_of(ServeConfig, GROUPS)
+@one_line_errors()
 def serve(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML file with any of these settings. (default: none)")
@@ -72,23 +72,18 @@ def serve(
     Every setting is a flag (--device-pool), an environment variable (LORA_SERVER_DEVICE_POOL) and a key of the
     --config file (device-pool). A flag overrides the variable, which overrides the file.
     """
+    from lora_server import logs
+    from lora_server.daemon.forks import limit_threads
 
-    def command() -> None:
-        from lora_server import logs
-        from lora_server.daemon.forks import limit_threads
+    settings = load({name: value for name, value in flags.items() if value is not None}, config)
+    logs.configure(form=settings.log_format)
+    limit_threads(settings.threads)
+    from lora_server.daemon.node import serve as serve_node
 
-        settings = load({name: value for name, value in flags.items() if value is not None}, config)
-        logs.configure(form=settings.log_format)
-        limit_threads(settings.threads)
-        from lora_server.daemon.node import serve as serve_node
-
-        serve_node(settings)
-
-    run(command)
+    serve_node(settings)
 
 
 app.add_typer(adapters_app, name="adapters")
-add_sharing(adapters_app)
 app.add_typer(tokens_app, name="tokens")
 app.add_typer(tenants_app, name="tenants")
 app.command()(audit)
@@ -102,6 +97,7 @@ app.command()(profile_vllm)
 
 
 @app.command()
+@one_line_errors()
 def demo(
     model: Annotated[
         Path | None, typer.Option(help="Model directory (default: a small Mixtral, trained in seconds).")
@@ -114,17 +110,13 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a sharded server with PEFT, token by token."""
+    from lora_server import installed
 
-    def command() -> None:
-        from lora_server import installed
+    installed.require("demo")
+    from lora_server.demo.run import run_demo
 
-        installed.require("demo")
-        from lora_server.demo.run import run_demo
-
-        if not run_demo(model, adapters, layout, timing, as_json):
-            raise typer.Exit(EXIT_ERROR)
-
-    run(command)
+    if not run_demo(model, adapters, layout, timing, as_json):
+        raise typer.Exit(EXIT_ERROR)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, JsonOption, ServerOption, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.config import ServeConfig, load
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ COLUMNS = ("state", "check", "found")
 NO_MODEL = "none"  # a configuration needs one, and no check does
 
 
+@one_line_errors()
 def doctor(
     config: Annotated[
         Path | None, typer.Option(help="Also run the checks of a start with this YAML file. (default: none)")
@@ -33,21 +34,17 @@ def doctor(
     With --cluster it joins a running server as an engine does: are all ports reachable, do versions and clocks agree,
     and how fast are steps to every shard from here?
     """
+    from lora_server import logs
+    from lora_server.doctor import Outcome
 
-    def command() -> None:
-        from lora_server import logs
-        from lora_server.doctor import Outcome
-
-        logs.configure()  # to stderr: stdout is for the findings
-        findings = _of_cluster(server) if cluster else _of_machine(config)
-        if as_json:
-            print_json([vars(finding) for finding in findings])
-        else:
-            _show(findings)
-        if any(finding.state is Outcome.FAILED for finding in findings):
-            raise typer.Exit(EXIT_ERROR)
-
-    run(command)
+    logs.configure()  # to stderr: stdout is for the findings
+    findings = _of_cluster(server) if cluster else _of_machine(config)
+    if as_json:
+        print_json([vars(finding) for finding in findings])
+    else:
+        _show(findings)
+    if any(finding.state is Outcome.FAILED for finding in findings):
+        raise typer.Exit(EXIT_ERROR)
 
 
 def _of_machine(config: Path | None) -> list[Finding]:

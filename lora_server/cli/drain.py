@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, ServerOption, ask, run
+from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, ServerOption, ask, one_line_errors
 
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
 LOOK_SECONDS = 0.2  # between two tries while the controller is away
 
 
+@one_line_errors()
 def drain(
     server: ServerOption = DEFAULT_SERVER,
     seconds: Annotated[float, typer.Option(help="Longest time (s) for requests to finish.")] = 60.0,
@@ -23,24 +24,20 @@ def drain(
 
     Use it before a node stops, or with --shard to restart a shard.
     """
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-
-        if undo:
-            ask(server, "Server", "Resume", pb.ResumeRequest(), seconds + SLACK_SECONDS)
-            typer.echo("requests are admitted again")
-            return
-        if shard is not None:
-            ask(server, "Server", "Drain", pb.DrainRequest(seconds=seconds, shard=shard), seconds + SLACK_SECONDS)
-            typer.echo(f"shard {shard} was started anew")
-        elif held := _held(server, seconds):
-            typer.echo(f"not drained within {seconds:g} s: {held} adapters are still in use", err=True)
-            raise typer.Exit(EXIT_ERROR)
-        else:
-            typer.echo("drained: no request runs, and none is admitted (--undo takes it back)")
-
-    run(command)
+    if undo:
+        ask(server, "Server", "Resume", pb.ResumeRequest(), seconds + SLACK_SECONDS)
+        typer.echo("requests are admitted again")
+        return
+    if shard is not None:
+        ask(server, "Server", "Drain", pb.DrainRequest(seconds=seconds, shard=shard), seconds + SLACK_SECONDS)
+        typer.echo(f"shard {shard} was started anew")
+    elif held := _held(server, seconds):
+        typer.echo(f"not drained within {seconds:g} s: {held} adapters are still in use", err=True)
+        raise typer.Exit(EXIT_ERROR)
+    else:
+        typer.echo("drained: no request runs, and none is admitted (--undo takes it back)")
 
 
 def _held(server: str, seconds: float) -> int:

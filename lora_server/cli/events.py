@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, ServerOption, ask, run
+from lora_server.cli.call import DEFAULT_SERVER, ServerOption, ask, one_line_errors
 from lora_server.errors import ServerUnavailableError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 0.5
 
 
+@one_line_errors()
 def events(
     server: ServerOption = DEFAULT_SERVER,
     follow: Annotated[
@@ -29,14 +30,10 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document per event.")] = False,
 ) -> None:
     """Print events of a running server."""
-
-    def command() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell in the background had it ignored
-        with contextlib.suppress(KeyboardInterrupt):
-            for batch in _new(server) if follow else _kept(server):
-                _print(batch, as_json)
-
-    run(command)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell in the background had it ignored
+    with contextlib.suppress(KeyboardInterrupt):
+        for batch in _new(server) if follow else _kept(server):
+            _print(batch, as_json)
 
 
 def _kept(server: str) -> Iterator[ReceivedBatch]:

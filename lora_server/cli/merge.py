@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import SERVER_VARIABLE, JsonOption, ask, print_json, run
+from lora_server.cli.call import SERVER_VARIABLE, JsonOption, ask, one_line_errors, print_json
 from lora_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ ShareOption = Annotated[
 ]
 
 
+@one_line_errors()
 def merge(
     base_model: BaseOption,
     adapter: AdapterOption,
@@ -55,32 +56,28 @@ def merge(
     pays where more than half of all adapter rows are this adapter's. A merge that was interrupted continues when it is
     started again.
     """
+    from lora_server import logs
+    from lora_server.adapters import validate_adapter
+    from lora_server.merge import Merge
+    from lora_server.spec import load
 
-    def command() -> None:
-        from lora_server import logs
-        from lora_server.adapters import validate_adapter
-        from lora_server.merge import Merge
-        from lora_server.spec import load
-
-        logs.configure()  # to stderr: stdout is for the result
-        directory, own, expected = _source(adapter, name, server)
-        opened, version = validate_adapter(directory, load(base_model))
-        with opened:
-            if expected not in ("", version):
-                raise ConfigError(
-                    f"adapter {own!r}: got version {version[:12]} in {directory}, expected {expected[:12]}, which "
-                    f"{server} serves; its files were changed: lora-server adapters update {own} {directory}"
-                )
-            task = Merge(base_model, opened, version, own, out)
-            with _bar(task.total_bytes) as report:
-                record = task.run(report)
-        if as_json:
-            print_json({"out": str(out), **vars(record)})
-        else:
-            _show(record, out)
-        _warn(record, hot_share)
-
-    run(command)
+    logs.configure()  # to stderr: stdout is for the result
+    directory, own, expected = _source(adapter, name, server)
+    opened, version = validate_adapter(directory, load(base_model))
+    with opened:
+        if expected not in ("", version):
+            raise ConfigError(
+                f"adapter {own!r}: got version {version[:12]} in {directory}, expected {expected[:12]}, which "
+                f"{server} serves; its files were changed: lora-server adapters update {own} {directory}"
+            )
+        task = Merge(base_model, opened, version, own, out)
+        with _bar(task.total_bytes) as report:
+            record = task.run(report)
+    if as_json:
+        print_json({"out": str(out), **vars(record)})
+    else:
+        _show(record, out)
+    _warn(record, hot_share)
 
 
 def _warn(record: MergedRecord, hot_share: float | None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lora_server.cli.call import run
+from lora_server.cli.call import one_line_errors
 from lora_server.errors import ConfigError
 
 OutOption = Annotated[Path, typer.Option(help="File to write, for `provision --profile`.")]
@@ -19,6 +19,7 @@ ModelOption = Annotated[
 ]
 
 
+@one_line_errors()
 def profile(
     out: OutOption,
     base_model: ModelOption = None,
@@ -41,33 +42,29 @@ def profile(
     A server and engines run with adapters made for the model, one thread each; leave the machine to them. `provision`
     refuses the profile for another model, rank, wire, transport or machine.
     """
+    from lora_server import installed, terminal
 
-    def command() -> None:
-        from lora_server import installed, terminal
+    installed.require("demo")
+    from lora_server.demo.profile import ProfilePlan, measure
 
-        installed.require("demo")
-        from lora_server.demo.profile import ProfilePlan, measure
-
-        plan = ProfilePlan(
-            base_model=base_model,
-            lora_rank=lora_rank,
-            eps=numbers(ep, "--ep"),
-            batches=numbers(batches, "--batches"),
-            prompts=numbers(prompts, "--prompts"),
-            engines=engines,
-            transport=transport,
-            wire=wire,
-        )
-        if not out.parent.is_dir():
-            raise ConfigError(f"--out: no directory {out.parent}; create it first")
-        with terminal.progress(transient=True) as progress:
-            task = progress.add_task("starting", total=None)
-            asked = shlex.join(["lora-server", *sys.argv[1:]])
-            found = measure(plan, asked, lambda text: progress.update(task, description=text))
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        typer.echo(f"out: {out}", err=True)
-
-    run(command)
+    plan = ProfilePlan(
+        base_model=base_model,
+        lora_rank=lora_rank,
+        eps=numbers(ep, "--ep"),
+        batches=numbers(batches, "--batches"),
+        prompts=numbers(prompts, "--prompts"),
+        engines=engines,
+        transport=transport,
+        wire=wire,
+    )
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: no directory {out.parent}; create it first")
+    with terminal.progress(transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        asked = shlex.join(["lora-server", *sys.argv[1:]])
+        found = measure(plan, asked, lambda text: progress.update(task, description=text))
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    typer.echo(f"out: {out}", err=True)
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:

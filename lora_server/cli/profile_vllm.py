@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_server.cli.call import run
+from lora_server.cli.call import one_line_errors
 from lora_server.cli.profile import numbers
 from lora_server.errors import ConfigError
 
 
+@one_line_errors()
 def profile_vllm(
     base_model: Annotated[Path, typer.Option(help="Model directory.")],
     adapters: Annotated[Path, typer.Option(help="Directory of PEFT adapters.")],
@@ -35,31 +36,27 @@ def profile_vllm(
     Run it in vLLM's environment, on a machine without other work. It takes about a minute per way to serve: without
     adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
     """
+    from lora_server import installed, terminal
 
-    def command() -> None:
-        from lora_server import installed, terminal
+    installed.require("demo")
+    from lora_server.demo.vllm_profile import EnginePlan, measure
 
-        installed.require("demo")
-        from lora_server.demo.vllm_profile import EnginePlan, measure
-
-        if not out.parent.is_dir():
-            raise ConfigError(f"--out: no directory {out.parent}; create it first")
-        plan = EnginePlan(
-            base_model=base_model,
-            adapters=adapters,
-            threads=threads,
-            slots=numbers(slots, "--slots") if slots else (),
-            engine_args=_object(engine_args),
-            serve_args=tuple(shlex.split(serve_args)),
-        )
-        with terminal.progress(transient=True) as progress:
-            task = progress.add_task("starting", total=None)
-            asked = shlex.join(["lora-server", *sys.argv[1:]])
-            found = measure(plan, asked, lambda text: progress.update(task, description=text))
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        typer.echo(f"out: {out}", err=True)
-
-    run(command)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: no directory {out.parent}; create it first")
+    plan = EnginePlan(
+        base_model=base_model,
+        adapters=adapters,
+        threads=threads,
+        slots=numbers(slots, "--slots") if slots else (),
+        engine_args=_object(engine_args),
+        serve_args=tuple(shlex.split(serve_args)),
+    )
+    with terminal.progress(transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        asked = shlex.join(["lora-server", *sys.argv[1:]])
+        found = measure(plan, asked, lambda text: progress.update(task, description=text))
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    typer.echo(f"out: {out}", err=True)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 from typing import TYPE_CHECKING, Any
 
-from lora_server.cli.call import ask
+import typer
+
+from lora_server.cli.call import DEFAULT_SERVER, SERVER_VARIABLE, ask
+from lora_server.errors import LoraServerError
 from lora_server.units import size
 
 if TYPE_CHECKING:
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
 
     from lora_server.wire import lora_server_pb2 as pb
 
+COMPLETION_SECONDS = 0.7
 COLUMNS = ("name", "rank", "size", "state", "clients")
 
 
@@ -155,3 +160,17 @@ def adapter_row(message: pb.Adapter) -> dict[str, Any]:
         "error": message.error,
         "error_code": "",
     }
+
+
+def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete names of the server that the command line names, refused ones too: they can be shown and removed. None if
+    it does not answer soon."""
+    from lora_server.wire.listing import all_pages
+
+    server = context.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    try:
+        reply = all_pages(lambda request: ask(server, "Adapters", "List", request, COMPLETION_SECONDS))
+    except LoraServerError:
+        return []
+    names = [*(one.name for one in reply.adapters), *(one.name for one in reply.refused)]
+    return [name for name in names if name.startswith(incomplete)]

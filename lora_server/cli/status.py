@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, one_line_errors, print_json
 from lora_server.units import count, size
 from lora_server.wire.plain import fields
 
@@ -24,6 +24,7 @@ LEFT = ("state", "device", "clients", "instance", "by")
 MOST_NAMES = 8  # of what a client holds; --json has a hundred
 
 
+@one_line_errors()
 def status(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
@@ -32,23 +33,19 @@ def status(
     ] = False,
 ) -> None:
     """Show shards, memory, clients and adapters of a running server."""
+    if watch:
+        from lora_server.cli import live
 
-    def command() -> None:
-        if watch:
-            from lora_server.cli import live
+        live.watch(server, as_json, show)
+        return
+    from lora_server import terminal
+    from lora_server.wire import lora_server_pb2 as pb
 
-            live.watch(server, as_json, show)
-            return
-        from lora_server import terminal
-        from lora_server.wire import lora_server_pb2 as pb
-
-        reply = ask(server, "Server", "Status", pb.StatusRequest())
-        if as_json:
-            print_json(fields(reply))
-        else:
-            show(reply, terminal.open_console())
-
-    run(command)
+    reply = ask(server, "Server", "Status", pb.StatusRequest())
+    if as_json:
+        print_json(fields(reply))
+    else:
+        show(reply, terminal.open_console())
 
 
 def show(reply: pb.StatusReply, console: Console) -> None:

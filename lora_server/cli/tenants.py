@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 from lora_server.units import Size, size
 
@@ -20,6 +20,7 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="1 to 64 of a-
 
 
 @app.command("set")
+@one_line_errors()
 def set_tenant(
     name: TenantName,
     weight: Annotated[
@@ -38,28 +39,25 @@ def set_tenant(
     as_json: JsonOption = False,
 ) -> None:
     """Create a tenant, or replace all its limits."""
+    from lora_server.errors import ConfigError
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.errors import ConfigError
-        from lora_server.wire import lora_server_pb2 as pb
-
-        if min(max_adapters, max_active) < 0 or max(max_adapters, max_active) >= 1 << 32:
-            raise ConfigError(f"--max-adapters, --max-active: got {max_adapters}, {max_active}, expected 0 or more")
-        request = pb.Tenant(
-            name=name,
-            weight=weight,
-            max_adapters=max_adapters,
-            max_active=max_active,
-            max_rate=max_rate,
-            slo_class=slo_class,
-        )
-        request.max_bytes = 0 if max_bytes == "0" else Size.parse(max_bytes).nbytes
-        _show([ask_access(server, data_dir, registry, "SetTenant", request)], as_json)
-
-    run(command)
+    if min(max_adapters, max_active) < 0 or max(max_adapters, max_active) >= 1 << 32:
+        raise ConfigError(f"--max-adapters, --max-active: got {max_adapters}, {max_active}, expected 0 or more")
+    request = pb.Tenant(
+        name=name,
+        weight=weight,
+        max_adapters=max_adapters,
+        max_active=max_active,
+        max_rate=max_rate,
+        slo_class=slo_class,
+    )
+    request.max_bytes = 0 if max_bytes == "0" else Size.parse(max_bytes).nbytes
+    _show([ask_access(server, data_dir, registry, "SetTenant", request)], as_json)
 
 
 @app.command("list")
+@one_line_errors()
 def list_tenants(
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
@@ -67,21 +65,18 @@ def list_tenants(
     as_json: JsonOption = False,
 ) -> None:
     """List tenants and their limits."""
+    from lora_server.wire import lora_server_pb2 as pb
+    from lora_server.wire.listing import all_pages
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-        from lora_server.wire.listing import all_pages
+    def page(request: pb.ListTenantsRequest) -> pb.ListTenantsReply:
+        reply: pb.ListTenantsReply = ask_access(server, data_dir, registry, "ListTenants", request)
+        return reply
 
-        def page(request: pb.ListTenantsRequest) -> pb.ListTenantsReply:
-            reply: pb.ListTenantsReply = ask_access(server, data_dir, registry, "ListTenants", request)
-            return reply
-
-        _show(all_pages(page, pb.ListTenantsRequest).tenants, as_json)
-
-    run(command)
+    _show(all_pages(page, pb.ListTenantsRequest).tenants, as_json)
 
 
 @app.command("remove")
+@one_line_errors()
 def remove(
     name: TenantName,
     server: ServerOption = DEFAULT_SERVER,
@@ -93,13 +88,9 @@ def remove(
 
     Its adapters stay, visible to the operator only, until they are removed.
     """
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-
-        _show([ask_access(server, data_dir, registry, "RemoveTenant", pb.RemoveTenantRequest(name=name))], as_json)
-
-    run(command)
+    _show([ask_access(server, data_dir, registry, "RemoveTenant", pb.RemoveTenantRequest(name=name))], as_json)
 
 
 def _show(tenants: Any, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ FileOption = Annotated[
 
 
 @app.command("create")
+@one_line_errors()
 def create(
     role: Annotated[str, typer.Option(help="admin, publisher, engine or viewer.")],
     tenant: Annotated[str, typer.Option(help="Tenant of the token. (default: the operator, or the caller's own)")] = "",
@@ -37,17 +38,14 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Create a token. It is printed once and cannot be shown again."""
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-
-        request = pb.CreateTokenRequest(tenant=tenant, role=role, note=note)
-        _hand_over(ask_access(server, data_dir, registry, "CreateToken", request), file, as_json)
-
-    run(command)
+    request = pb.CreateTokenRequest(tenant=tenant, role=role, note=note)
+    _hand_over(ask_access(server, data_dir, registry, "CreateToken", request), file, as_json)
 
 
 @app.command("list")
+@one_line_errors()
 def list_tokens(
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
@@ -55,26 +53,23 @@ def list_tokens(
     as_json: JsonOption = False,
 ) -> None:
     """List tokens, without their secrets."""
+    from lora_server import terminal
+    from lora_server.wire import lora_server_pb2 as pb
+    from lora_server.wire.listing import all_pages
 
-    def command() -> None:
-        from lora_server import terminal
-        from lora_server.wire import lora_server_pb2 as pb
-        from lora_server.wire.listing import all_pages
+    def page(request: pb.ListTokensRequest) -> pb.ListTokensReply:
+        reply: pb.ListTokensReply = ask_access(server, data_dir, registry, "ListTokens", request)
+        return reply
 
-        def page(request: pb.ListTokensRequest) -> pb.ListTokensReply:
-            reply: pb.ListTokensReply = ask_access(server, data_dir, registry, "ListTokens", request)
-            return reply
-
-        tokens = sorted(all_pages(page, pb.ListTokensRequest).tokens, key=lambda one: one.created)
-        if as_json:
-            print_json([_row(one) for one in tokens])
-            return
-        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tokens], left=COLUMNS, wrapped="note")
-
-    run(command)
+    tokens = sorted(all_pages(page, pb.ListTokensRequest).tokens, key=lambda one: one.created)
+    if as_json:
+        print_json([_row(one) for one in tokens])
+        return
+    terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tokens], left=COLUMNS, wrapped="note")
 
 
 @app.command("rotate")
+@one_line_errors()
 def rotate(
     token: TokenId,
     overlap: Annotated[float, typer.Option(help="Seconds for which the old secret stays valid.")] = 3600.0,
@@ -85,17 +80,14 @@ def rotate(
     as_json: JsonOption = False,
 ) -> None:
     """Give a token a new secret. Leases made with the old one go on."""
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-
-        request = pb.RotateTokenRequest(id=token, overlap_seconds=overlap)
-        _hand_over(ask_access(server, data_dir, registry, "RotateToken", request), file, as_json)
-
-    run(command)
+    request = pb.RotateTokenRequest(id=token, overlap_seconds=overlap)
+    _hand_over(ask_access(server, data_dir, registry, "RotateToken", request), file, as_json)
 
 
 @app.command("revoke")
+@one_line_errors()
 def revoke(
     token: TokenId,
     server: ServerOption = DEFAULT_SERVER,
@@ -107,17 +99,13 @@ def revoke(
 
     Leases that were made with it end.
     """
+    from lora_server.wire import lora_server_pb2 as pb
 
-    def command() -> None:
-        from lora_server.wire import lora_server_pb2 as pb
-
-        reply = ask_access(server, data_dir, registry, "RevokeToken", pb.RevokeTokenRequest(id=token))
-        if as_json:
-            print_json(_row(reply))
-        else:
-            typer.echo(f"{reply.id}: revoked")
-
-    run(command)
+    reply = ask_access(server, data_dir, registry, "RevokeToken", pb.RevokeTokenRequest(id=token))
+    if as_json:
+        print_json(_row(reply))
+    else:
+        typer.echo(f"{reply.id}: revoked")
 
 
 def _hand_over(reply: pb.Token, file: Path | None, as_json: bool) -> None:
