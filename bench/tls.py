@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bench import harness
 from bench.transport import DEADLINE_SECONDS, SIZES, WARM_UP, end_with_parent, spawned
-from lora_server.access.certificate import shard_certificate
+from lora_server.access.tls import shard_certificate
 from lora_server.daemon.shard_main import SWITCH_SECONDS
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.tcp import TcpLink

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 import structlog
 
-from lora_server.errors import ConfigError, LoraServerError
+from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
 from lora_server.transport.shm import ShmLink
@@ -165,3 +166,34 @@ def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, mirror: Literal[
             f"transport cuda_ipc: {type(error).__name__}: {error}; "
             "pip install '.[cuda]' in a checkout of lora-server, or use shm"
         ) from error
+
+
+LOOK_SECONDS = 0.1  # between two questions whether all are there
+
+
+def gathered(place: pb.Place, ask: Callable[[], pb.Place], missing: Callable[[], str], deadline: float) -> pb.Place:
+    """Return the lease's place once every process has one; `ask` polls for it, `missing` names what is not there yet.
+
+    Raises ServerUnavailableError at `deadline` (time.monotonic()); the server then gives the place to another client.
+    """
+    if not place.uid:
+        log.info(
+            "waiting for NVSHMEM's world", pe=place.rank, pes=place.size, seconds=round(deadline - time.monotonic())
+        )
+    while not place.uid:
+        if time.monotonic() > deadline:
+            raise ServerUnavailableError(
+                f"NVSHMEM: not all {place.size} PEs of the world came in time ({_said(missing)}); start as many engine "
+                "processes as --nvshmem-clients says, one per worker, or wait longer (timeout_seconds; vLLM: "
+                "LORA_SERVER_WORLD_SECONDS)"
+            )
+        time.sleep(LOOK_SECONDS)
+        place = ask()
+    return place
+
+
+def _said(missing: Callable[[], str]) -> str:
+    try:
+        return missing()
+    except LoraServerError as error:
+        return str(error)

@@ -19,6 +19,7 @@ from client_connector.connect import (
     check_wire,
     connect,
     connect_world,
+    gathered,
     place_in_world,
     tell_far,
 )
@@ -27,7 +28,6 @@ from client_connector.lease import LeaseCalls, PrefetchSender
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
 from client_connector.twins import TwinLinks
-from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
     LeaseError,

@@ -2,9 +2,10 @@
 
 identity   a tenant and a role                    names      what a name means to a tenant, what it sees
 rights     which role may call what               limits     how much a tenant may have and do
-tokens     texts that prove an identity           gate       authenticates and authorizes every call
-tables     in the database                        audit      the log of changes and refused calls
-store      reads and writes them                  cache      what was read last
+tokens     texts that prove an identity           gate       authenticates and authorizes every call,
+tables     in the database                                   by what it has read last
+audit      the log of changes and refused calls
+store      reads and writes them
 exposure   what may be open without any of it     service    tokens and tenants over gRPC
-remote     the gate of a node above rank 0        tls, certificate  of the controller; of a shard
+remote     the gate of a node above rank 0        tls        of the controller, and of a shard
 """

@@ -163,8 +163,9 @@ def adapter_row(message: pb.Adapter) -> dict[str, Any]:
 
 
 def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete names of the server that the command line names, refused ones too: they can be shown and removed. None if
-    it does not answer soon."""
+    """Complete names of the server that the command line names, refused ones too: they can be shown and removed.
+
+    Without an answer within COMPLETION_SECONDS there are none."""
     from lora_server.wire.listing import all_pages
 
     server = context.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER

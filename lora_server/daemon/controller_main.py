@@ -24,10 +24,9 @@ from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.resolver import Resolver
 from lora_server.control.adapters.watch import DirectoryWatch
 from lora_server.control.controller import Controller
-from lora_server.control.events.advice import AdviceNews
 from lora_server.control.events.keys import ReaderKeys
 from lora_server.control.events.log import EventLog
-from lora_server.control.events.publisher import EventPublisher
+from lora_server.control.events.publisher import AdviceNews, EventPublisher
 from lora_server.control.events.sockets import EventSocket, IpcEvents, TcpEvents
 from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement

@@ -91,7 +91,7 @@ class ShardListeners:
         """Return a certificate if the control plane is encrypted: then steps are too."""
         if self.config.tls_ca is None:
             return None
-        from lora_server.access.certificate import shard_certificate  # which takes its time to be imported
+        from lora_server.access.tls import shard_certificate  # which takes its time to be imported
 
         return shard_certificate(self.config.shard)
 

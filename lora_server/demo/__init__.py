@@ -1,8 +1,8 @@
 """The demo: a server, two engine processes, sixteen adapters, and the check against PEFT.
 
-run      starts everything, shows progress, judges        report   the table and the JSON
+run      starts everything, shows progress, judges        report   PEFT's tokens beside ours, as a table and JSON
 launch   servers and engines as child processes           engine   one engine process
-check    PEFT's tokens beside ours                        tiny     small local models and adapters
+tiny     small local models and adapters
 files    adapters in every layout on disk                 oracle   what they must do to a model
 serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a child
 styles   a model and adapters that answer in words  words    prompts and answers as text

@@ -24,7 +24,7 @@ from client_connector.routing import Batch, Message, Run, route_dense, route_exp
 from lora_server import __version__
 from lora_server.address import Address
 from lora_server.doctor import Finding
-from lora_server.doctor.finding import failed, ok, warning
+from lora_server.doctor.machine import failed, ok, warning
 from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.address import parse

@@ -17,10 +17,9 @@ from lora_server import spec, terminal
 from lora_server.adapters import find_adapters
 from lora_server.control.members.agreement import require_work
 from lora_server.demo import children, styles, tiny
-from lora_server.demo.check import peft_answers, verdict_of
 from lora_server.demo.engine import EngineResult, Job, Sequence
 from lora_server.demo.launch import RunningServer, finish_engine, running_server, start_engine
-from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, as_json, show
+from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, as_json, peft_answers, show, verdict_of
 from lora_server.demo.words import Words
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, Placement

@@ -1,7 +1,7 @@
 """Checks of a machine before a node starts there, each with a cure.
 
-finding    outcome of a check, and its cure       host       processors, memory, limits, clock, kernel
-machine    the files that checks read            gpu        GPUs, NVSHMEM, InfiniBand
+machine    the files that checks read, findings   host       processors, memory, limits, clock, kernel
+gpu        GPUs, NVSHMEM, InfiniBand
 software   Python and packages                   network    ports and directories of a configuration
 """
 
@@ -12,8 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from lora_server.doctor import gpu, host, network, software
-from lora_server.doctor.finding import Finding, Outcome, failed, ok
-from lora_server.doctor.machine import Machine
+from lora_server.doctor.machine import Finding, Machine, Outcome, failed, ok
 from lora_server.doctor.network import NodeResources
 from lora_server.errors import LoraServerError
 

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lora_server.device.nvshmem import nvshmem_build
 from lora_server.device.protocol import needs
-from lora_server.doctor.finding import Finding, failed, ok, warning
-from lora_server.doctor.machine import Machine
+from lora_server.doctor.machine import Finding, Machine, failed, ok, warning
 from lora_server.units import size
 
 OLDEST_DRIVER = 580  # of CUDA 13

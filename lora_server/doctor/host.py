@@ -6,8 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from lora_server.doctor.finding import Finding, failed, ok, warning
-from lora_server.doctor.machine import Machine
+from lora_server.doctor.machine import Finding, Machine, failed, ok, warning
 from lora_server.host_memory import available_bytes, container_bytes, system_bytes
 from lora_server.units import size
 

@@ -1,4 +1,4 @@
-"""The files that checks read, below a root, so that a test can write another machine."""
+"""The files that checks read, below a root, so that a test can write another machine, and what checks find."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
@@ -50,3 +51,36 @@ class Machine:
             return sorted(self.path(name).iterdir())
         except OSError:
             return []
+
+
+class Outcome(StrEnum):
+    """FAILED: a node does not start, or not with its settings. WARNING: it serves, but slower, or not for long."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; `cure` is empty if the outcome is OK."""
+
+    check: str
+    state: Outcome
+    found: str
+    cure: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """Make a finding without a cure."""
+    return Finding(check, Outcome.OK, found)
+
+
+def warning(check: str, found: str, cure: str) -> Finding:
+    """Make a finding about a node that serves, but could serve better."""
+    return Finding(check, Outcome.WARNING, found, cure)
+
+
+def failed(check: str, found: str, cure: str) -> Finding:
+    """Make a finding about a node that would not start."""
+    return Finding(check, Outcome.FAILED, found, cure)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_server.address import Address
-from lora_server.doctor.finding import Finding, failed, ok, warning
+from lora_server.doctor.machine import Finding, failed, ok, warning
 from lora_server.units import size
 
 GIB = 1 << 30

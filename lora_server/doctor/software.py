@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from lora_server import __version__, installed
-from lora_server.doctor.finding import Finding, failed, ok
+from lora_server.doctor.machine import Finding, failed, ok
 from lora_server.errors import ConfigError
 
 OLDEST_PYTHON = (3, 11)

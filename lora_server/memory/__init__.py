@@ -4,9 +4,9 @@ store      the facade that steps use: pin, gather, prefetch
 adapters   commands: register, load, keep, drop         report     what is where
 table      the adapters that a shard knows              entry      one of them, why it is loaded, its layers' states
 load_queue entries in the order of their urgency
-planner    chooses what to load next                    loader     the thread that loads it
-forecast   when it is loaded                            lock       of the store; answers wait for its release
-layers     from files to memory, layer by layer         fetching   remote files, to the disk cache
+planner    chooses what to load next, forecasts when    loader     the thread that loads it
+fetching   remote files, to the disk cache              lock       of the store; answers wait for its release
+layers     from files to memory, layer by layer
 preload    what fills idle memory                       pins       what steps read now
 evictor    reserves memory, and evicts for it, but not what clients hold or pinned
 eviction   the policies: which entries are evicted      manifest   where in its memory each block lies

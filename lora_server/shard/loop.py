@@ -16,21 +16,38 @@ from functools import partial
 import structlog
 
 from lora_server.errors import LoraServerError, ProtocolError
+from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.per_tenant import PerTenant
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
 from lora_server.shard.coordination import Coordinator
-from lora_server.shard.patience import WeightsPatience
-from lora_server.shard.phases import Phases
-from lora_server.shard.receiver import StepReceiver
+from lora_server.shard.receiver import StepReceiver, WeightsPatience
 from lora_server.shard.schedule import PendingStep, StepWork
 from lora_server.spec import ModelSpec
 from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
+
+PHASES = ("wait", "receive", "compute", "send")
+
+
+class Phases:
+    """Written by the shard's loop, read by other threads."""
+
+    def __init__(self) -> None:
+        self._each = tuple(Histogram() for _ in PHASES)
+
+    def add(self, *nanoseconds: int) -> None:
+        """Add one step's durations, in the order of PHASES."""
+        for histogram, duration in zip(self._each, nanoseconds, strict=True):
+            histogram.add(duration)
+
+    def __iter__(self) -> Iterator[tuple[str, Histogram]]:
+        return zip(PHASES, self._each, strict=True)
+
 
 IDLE_SECONDS = 0.1
 log = structlog.get_logger()

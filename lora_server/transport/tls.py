@@ -135,7 +135,7 @@ def _records(views: Sequence[bytes | memoryview]) -> Iterator[bytearray | memory
 
 @dataclass(frozen=True)
 class ShardCertificate:
-    """A shard's certificate (`der`) and key; lora_server.access.certificate makes it."""
+    """A shard's certificate (`der`) and key; lora_server.access.tls makes it."""
 
     der: bytes
     context: ssl.SSLContext

@@ -1,12 +1,10 @@
 """The `provision` command. What is heavy to import waits until a command runs, so that --help is quick.
 
-command    the command and its subcommands    errors       bad input: one line, exit code 2
+command    the command and its subcommands    console      errors, progress, files that are written
 plan       `provision`                        simulate     `provision simulate`
-models     `provision models`                 experiment   what `provision simulate` runs
-table4     `provision table4`                 progress     what long work is at
-watch      `provision watch`                      flags        `provision`'s flags, parsed elsewhere
-glossary   `provision glossary`
-compare    `provision compare`                    save         files that are written
+watch      `provision watch`                  experiment   what `provision simulate` runs
+compare    `provision compare`                flags        `provision`'s flags, parsed elsewhere
+references `provision glossary`, `models` and `table4`
 """
 
 from provisioning.cli.command import app, main

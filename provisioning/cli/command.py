@@ -7,12 +7,10 @@ import sys
 import typer
 
 from provisioning.cli.compare import compare
-from provisioning.cli.errors import BAD_INPUT, USAGE_ERROR
-from provisioning.cli.glossary import glossary
-from provisioning.cli.models import models
+from provisioning.cli.console import BAD_INPUT, USAGE_ERROR
 from provisioning.cli.plan import plan
+from provisioning.cli.references import glossary, models, table4
 from provisioning.cli.simulate import simulate
-from provisioning.cli.table4 import table4
 from provisioning.cli.watch import watch
 
 HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too

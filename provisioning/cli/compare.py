@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from provisioning.cli.errors import one_line_errors
+from provisioning.cli.console import one_line_errors, progress, save
 from provisioning.cli.flags import given_by, plan_flags
-from provisioning.cli.progress import progress
-from provisioning.cli.save import save
 
 if TYPE_CHECKING:
     from provisioning.plan.question import Scenario

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from provisioning.cli.errors import USAGE_ERROR
+from provisioning.cli.console import USAGE_ERROR
 from provisioning.plan.flags import PlanFlags
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from lora_server import __version__
-from provisioning.cli.errors import one_line_errors
+from provisioning.cli.console import one_line_errors, progress, save
 from provisioning.cli.flags import plan_flags, with_flags
-from provisioning.cli.progress import progress
-from provisioning.cli.save import save
 from provisioning.plan.flags import PlanFlags
 
 INFEASIBLE = 3

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from provisioning.cli.errors import one_line_errors
+from provisioning.cli.console import one_line_errors, progress
 from provisioning.cli.flags import with_flags
-from provisioning.cli.progress import progress
 from provisioning.plan.flags import SimulateFlags
 
 

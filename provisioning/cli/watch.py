@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from provisioning.cli.errors import one_line_errors
+from provisioning.cli.console import one_line_errors, progress
 from provisioning.cli.flags import given_by, plan_flags
-from provisioning.cli.progress import progress
 
 if TYPE_CHECKING:
     from provisioning.watch.measured import Measured

@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from client_connector.connect import connect, tell_far, why_far
-from lora_server.access.certificate import shard_certificate
+from lora_server.access.tls import shard_certificate
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
 from lora_server.timings import Timings
 from lora_server.transport.address import parse

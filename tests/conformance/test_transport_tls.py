@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lora_server.access.certificate import shard_certificate
+from lora_server.access.tls import shard_certificate
 from lora_server.errors import ShardUnavailableError, StepTimeoutError
 from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.timings import Timings

@@ -19,9 +19,9 @@ from lora_server.daemon import backends
 from lora_server.demo import tiny
 from lora_server.device.client.captured import Captured
 from lora_server.device.client.ends import HostEnds
+from lora_server.device.host.directory import Places
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Mailbox
-from lora_server.device.host.places import Places
 from lora_server.device.protocol.codes import COMMANDS, MAX_LINKS, CommandKind
 from lora_server.device.protocol.layout import SERVE, handle_of
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError

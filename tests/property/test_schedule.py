@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server.histogram import BOUNDS_NS
-from lora_server.shard.phases import PHASES, Phases
+from lora_server.shard.loop import PHASES, Phases
 from lora_server.shard.schedule import (
     AHEAD_ROWS,
     MOST_BEGUN,

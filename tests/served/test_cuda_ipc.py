@@ -88,7 +88,7 @@ def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(server, mo
 
 def test_a_mirror_begins_with_zeros_and_outlives_its_shard():
     """In one process here; between two in every test above."""
-    from lora_server.device.client.imported_mirror import ImportedMirror
+    from lora_server.device.client.cuda_ipc import ImportedMirror
     from lora_server.device.host.device_memory import GpuMemory
     from lora_server.device.protocol.virtual_memory import can_share_descriptors
 

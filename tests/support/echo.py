@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_server.access.certificate import shard_certificate
+from lora_server.access.tls import shard_certificate
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.bells import MAX_WATCHED
 from lora_server.transport.inproc import InprocLink

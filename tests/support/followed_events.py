@@ -6,9 +6,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from lora_server.control.events.advice import AdviceNews
 from lora_server.control.events.log import EventLog
-from lora_server.control.events.publisher import EventPublisher
+from lora_server.control.events.publisher import AdviceNews, EventPublisher
 from lora_server.control.events.sockets import IpcEvents
 from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.registration import Doorkeeper

@@ -3,9 +3,8 @@
 server_adapters   puts together:              records        one version of an adapter
 catalog    names, versions, refusals, and what of them is kept for good
 changes    the steps of a change            rollout          add, update, rollback, remove, pin
-sources:   directory (watch, stamps), peers, resolver; restart takes over from an earlier controller
-refusals   what is not served, and why
+sources:   directory (watch), peers, resolver; restart takes over from an earlier controller
+refusals   what is not served, or was not updated, and why
 files      what an adapter is opened by     allowed          where it may come from
-listings   what users see                   failures         why an update failed
-places     the order of a listing
+listings   what users see                   places           the order of a listing
 """

@@ -11,9 +11,8 @@ import structlog
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.catalog import AdapterCatalog
-from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.records import Record, described
-from lora_server.control.adapters.refusals import RefusedAdapter
+from lora_server.control.adapters.refusals import RefusedAdapter, UpdateFailures
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import PendingCommand, wait_all

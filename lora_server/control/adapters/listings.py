@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lora_server.control.adapters.catalog import AdapterCatalog, name_of
-from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.places import ListPlace
 from lora_server.control.adapters.records import Record
-from lora_server.control.adapters.refusals import RefusedAdapter
+from lora_server.control.adapters.refusals import RefusedAdapter, UpdateFailures
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.registry.versions import Version

@@ -17,10 +17,9 @@ from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
 from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.changes import CatalogChanges, warn
-from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.files import AdapterFiles
 from lora_server.control.adapters.records import Record, check_name, described, record_of, split_version
-from lora_server.control.adapters.refusals import REMOVED, RefusedAdapter
+from lora_server.control.adapters.refusals import REMOVED, RefusedAdapter, UpdateFailures
 from lora_server.control.admission.service import AdmissionService
 from lora_server.control.members.shards import PendingCommand, wait_all
 from lora_server.control.sync.shard_sync import ShardSync

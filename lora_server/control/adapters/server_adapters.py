@@ -9,10 +9,10 @@ from lora_server.control.adapters.allowed import NOWHERE, Allowed
 from lora_server.control.adapters.catalog import AdapterCatalog, CatalogLedger
 from lora_server.control.adapters.changes import CatalogChanges
 from lora_server.control.adapters.directory import DirectorySource
-from lora_server.control.adapters.failures import UpdateFailures
 from lora_server.control.adapters.files import AdapterFiles
 from lora_server.control.adapters.listings import AdapterListings
 from lora_server.control.adapters.peers import PeerSource
+from lora_server.control.adapters.refusals import UpdateFailures
 from lora_server.control.adapters.restart import CatalogRecovery
 from lora_server.control.adapters.rollout import AdapterRollout
 from lora_server.control.admission.service import AdmissionService

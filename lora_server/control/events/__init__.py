@@ -1,7 +1,7 @@
 """Events of a server, for engines, gateways and autoscalers that follow it.
 
-log        what happened: batches, sequences, replay   publisher  the socket that sends it
+log        what happened: batches, sequences, replay   publisher  the socket that sends it, advice to
+                                                                  routers too
 residency  when an adapter's state is news             topics     which topics a caller may read
-advice     when what routers should know is news        sockets    over ipc, and over TCP with CURVE
-keys       which keys readers have shown                inbound    a bound on what they send
+sockets    over ipc, and over TCP with CURVE           keys       which keys readers have shown
 """

@@ -16,9 +16,8 @@ from lora_server import terminal, units
 from lora_server.cli import app as server
 from lora_server.cli import rows, status
 from lora_server.config.groups import ESSENTIAL
-from lora_server.demo.check import PeftVerdict
 from lora_server.demo.engine import EngineResult, Times
-from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, show
+from lora_server.demo.report import DemoReport, LayoutTimes, PeftVerdict, ShownAnswer, show
 from lora_server.demo.styles import PLAIN, QUESTIONS, STYLES
 from lora_server.wire import lora_server_pb2 as pb
 from provisioning.cli import app as provision

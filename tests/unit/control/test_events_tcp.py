@@ -12,11 +12,10 @@ from zmq.utils import z85
 from lora_server.access.identity import Identity, Role
 from lora_server.access.names import Names
 from lora_server.address import Address
-from lora_server.control.events.inbound import MOST_BYTES, InboundLimit
 from lora_server.control.events.keys import ReaderKeys
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.publisher import EventPublisher
-from lora_server.control.events.sockets import TcpEvents
+from lora_server.control.events.sockets import MOST_BYTES, InboundLimit, TcpEvents
 from lora_server.control.rpc.events import EventsService
 from lora_server.errors import ConfigError
 from lora_server.timings import Timings
@@ -186,7 +185,7 @@ def test_a_long_message_ends_its_connection_alone(served):
 
 def test_a_connection_that_sends_too_much_ends(monkeypatch):
     """A message without an end stays in libzmq's memory, invisible to us: the bytes that came tell."""
-    monkeypatch.setattr("lora_server.control.events.inbound.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("lora_server.control.events.sockets.MOST_CONNECTIONS", 2)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from client_connector.world import gathered
+from client_connector.connect import gathered
 from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import WorldMembership
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError

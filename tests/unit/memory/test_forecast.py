@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lora_server.memory.entry import NEVER, AdapterEntry, Source
-from lora_server.memory.forecast import LoadForecast
+from lora_server.memory.planner import LoadForecast
 from tests.support.serving import until
 from tests.support.stores import SECONDS, Done, bytes_of, load, source_of
 

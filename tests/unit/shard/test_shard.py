@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_server import errors
-from lora_server.shard.patience import WeightsPatience
-from lora_server.shard.receiver import UNREADABLE
+from lora_server.shard.receiver import UNREADABLE, WeightsPatience
 from lora_server.shard.schedule import PendingStep
 from lora_server.spec import Site
 from lora_server.timings import Timings
