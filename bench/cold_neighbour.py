@@ -47,10 +47,10 @@ REMOTE, WAYS = "remote", ("admitted", "loaded")
 GEOMETRY = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size": 256}
 
 
-def make(work: Path) -> int:
+def make(work: Path, **sizes: Any) -> int:
     """A model and its adapters, which are alike; returns the bytes of one."""
     adapters = {f"a{seed}": {"lora_rank": 16, "targets": "all"} for seed in range(ADAPTERS)}
-    harness.make(work, "llama", adapters, **GEOMETRY)
+    harness.make(work, "llama", adapters, **GEOMETRY, **sizes)
     (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
     return weights.stat().st_size
 

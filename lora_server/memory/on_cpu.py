@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kernels_cuda.ops import NOTHING, Block, Segment
 from lora_server.memory.formats import HostFormat
-from lora_server.memory.manifest import Blocks, Manifest
+from lora_server.memory.manifest import Blocks, Manifest, Placed
 from lora_server.memory.pools import Extent, Pool
 from lora_server.memory.tier import Refusal, Tier
 from lora_server.placement import Placement
@@ -20,7 +20,8 @@ from lora_server.spec import Site
 
 @dataclass
 class _CpuWeights:
-    """Blocks are unpacked when a step first reads them."""
+    """Blocks of dense sites are unpacked with their layer, those of experts when a step first reads them: they are many,
+    and few of them are read."""
 
     extent: Extent
     layers: dict[int, Blocks] = field(default_factory=dict)
@@ -38,7 +39,11 @@ class CpuTier(Tier):
 
     @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        self._published.setdefault(handle, _CpuWeights(extent)).layers[layer] = manifest.blocks(layer)
+        published = self._published.setdefault(handle, _CpuWeights(extent))
+        for site, blocks in manifest.blocks(layer).items():
+            if self._placement.spec.is_dense(site):
+                published.blocks |= {(site, expert): self._unpacked(published, one) for expert, one in blocks.items()}
+        published.layers[layer] = manifest.blocks(layer)
 
     @override
     def withdraw(self, handle: int) -> object:
@@ -63,8 +68,11 @@ class CpuTier(Tier):
     def _read(self, published: _CpuWeights, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
         placed = published.layers[site.layer].get(site, {}).get(expert)
         if placed is not None:
-            (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)
-            return self.format.unpack(packed_B, placed.shape)
+            return self._unpacked(published, placed)
         if expert not in self._placement.experts(site, self._shard):
             raise refusal(handle, expert)
         return NOTHING
+
+    def _unpacked(self, published: _CpuWeights, placed: Placed) -> Block:
+        (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)
+        return self.format.unpack(packed_B, placed.shape)
