@@ -164,6 +164,7 @@ paper: $(VENV)/ready
 
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)
+	$(BIN_VLLM)/python -m bench.cold_vllm
 
 # the oldest supported grpcio generates, in an environment of its own, so that the code runs with it and all newer ones
 proto:

@@ -105,11 +105,21 @@ def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -
     before = admissions(server)
     rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
     every = [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
+    jobs = [Job(server.address, every[number::clients]) for number in range(clients)]
+    with asking(jobs, work) as running:
+        after = admissions(server)
+        seen = outcomes(running)
+    return sorted(seen, key=lambda one: one.index), (after[0] - before[0], after[1] - before[1])
+
+
+@contextmanager
+def asking(jobs: Sequence[Job], work: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a client for each job, and yield them once they have asked for all."""
     running = list[subprocess.Popen[str]]()
-    for number in range(clients):
-        job = work / f"job-{number}"
-        job.write_bytes(msgspec.json.encode(Job(server.address, every[number::clients])))
-        command = children.own([sys.executable, "-m", "bench.admission_client", str(job)])
+    for number, job in enumerate(jobs):
+        file = work / f"job-{number}"
+        file.write_bytes(msgspec.json.encode(job))
+        command = children.own([sys.executable, "-m", "bench.admission_client", str(file)])
         running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     try:
         _hear(running, "ready")
@@ -119,12 +129,15 @@ def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -
             one.stdin.write(f"{zero}\n")
             one.stdin.flush()
         _hear(running, "asked")
-        after = admissions(server)
-        seen = [row for one in running for row in msgspec.json.decode(one.communicate(timeout=60)[0], type=list[Seen])]
+        yield running
     finally:
         for one in running:
             children.stop(one)
-    return sorted(seen, key=lambda one: one.index), (after[0] - before[0], after[1] - before[1])
+
+
+def outcomes(running: Sequence[subprocess.Popen[str]]) -> list[Seen]:
+    """End clients, and return what became of their calls."""
+    return [row for one in running for row in msgspec.json.decode(one.communicate(timeout=60)[0], type=list[Seen])]
 
 
 def _hear(running: Sequence[subprocess.Popen[str]], word: str) -> None:

@@ -20,8 +20,8 @@ from lora_server.spec import Site
 
 @dataclass
 class _CpuWeights:
-    """Blocks of dense sites are unpacked with their layer, those of experts when a step first reads them: they are many,
-    and few of them are read."""
+    """Blocks of dense sites are unpacked with their layer, those of experts when a step first reads them: most of these
+    are read by none."""
 
     extent: Extent
     layers: dict[int, Blocks] = field(default_factory=dict)

@@ -96,6 +96,17 @@ def test_the_readme_s_race_is_that_of_a_result():
     assert len(table.splitlines()) > 4 and set(table.splitlines()) <= set(written)
 
 
+def test_the_orders_of_an_engine_s_queue_are_those_of_a_result():
+    """docs/memory.md, as `bench.engine_queue` wrote them."""
+    page = TEXTS["docs/memory.md"].partition("## Resident first")[2].partition("\n## ")[0]
+    (header, _, *rows) = ([cell.strip() for cell in line[1:-1].split("|")] for line in re.findall(r"^\|.+", page, re.M))
+    written = (ROOT / "bench/results/resident_first-cpu-2026-11.md").read_text()
+    cells = {(trace, order): times for trace, *each in rows for order, times in zip(header[1:], each, strict=True)}
+    assert len(cells) == 20
+    for (trace, order), times in cells.items():
+        assert f"| {trace} | disk | {order} | {times.replace(' / ', ' | ')} |" in written
+
+
 def test_every_page_leads_to_the_glossary_in_one_click():
     words = set(re.findall(r"^\| ([^|]+) \|", TEXTS["docs/glossary.md"], re.MULTILINE))
     known = {word for entry in words for word in entry.split(", ")}
