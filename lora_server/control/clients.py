@@ -11,7 +11,7 @@ import structlog
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.admission.service import AdmissionAnswer, AdmissionService, CheckInUse
 from lora_server.control.members.leases import NO_TRAITS, ClientLease, EngineTraits, Leases
-from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
+from lora_server.control.members.shards import ShardHandle, ShardTable, SharedCommand, wait_all
 from lora_server.control.members.twins import TwinConnections
 from lora_server.control.members.world import WorldMembership
 from lora_server.control.prefetch import Prefetches
@@ -78,7 +78,8 @@ class Clients:
                 grant.pe = lease.place.rank
             lease.grant = grant  # first: a shard that arrives is sent it
             live = self._shards.require_up()
-            sent = [handle.commands.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
+            shared = SharedCommand(pb.ShardCommand(grant=grant), has_outcome=True)
+            sent = [handle.commands.send(shared) for handle in live.values()]
             wait_all(sent, self._timings.grant, "a grant")
         except LoraServerError:
             self.end(lease.client, lease.epoch)

@@ -18,15 +18,40 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import Counts
 
 
-@dataclass
+class SetOnce:
+    """A flag that is set once, and may be waited for. Unlike an Event it is small: loads make one per shard."""
+
+    __slots__ = ("_is_set", "_unset")
+
+    def __init__(self) -> None:
+        self._is_set, self._unset = False, threading.Lock()
+        self._unset.acquire()  # until it is set
+
+    def set(self) -> None:
+        """Set it, and wake the threads that wait."""
+        self._is_set = True
+        self._unset.release()
+
+    def is_set(self) -> bool:
+        """Return whether it was set."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it is set within so long."""
+        if self._unset.acquire(timeout=seconds):
+            self._unset.release()
+        return self._is_set
+
+
+@dataclass(slots=True)
 class PendingCommand:
     """A command on its way; `finished` is set when the shard reported, or died."""
 
     shard: int
     then: Callable[[LoraServerError | None], None] | None = None
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: SetOnce = field(default_factory=SetOnce)
     error: LoraServerError | None = None
-    is_needless = False  # the shard died, and its twin is up
+    is_needless: bool = False  # the shard died, and its twin is up
 
     def finish(self, error: LoraServerError | None) -> None:
         """Record the outcome, call `then` with it, and wake the threads that wait for it."""
@@ -34,6 +59,9 @@ class PendingCommand:
         if self.then is not None:
             self.then(error)
         self.finished.set()
+
+
+_IDS = itertools.count(1)  # of commands that have an outcome
 
 
 class SharedCommand:
@@ -45,8 +73,9 @@ class SharedCommand:
 
     MOST_HOLDS = 1000
 
-    def __init__(self, command: pb.ShardCommand) -> None:
+    def __init__(self, command: pb.ShardCommand, has_outcome: bool = False) -> None:
         self.command, self._data, self._is_open = command, b"", command.HasField("uses")
+        command.id = next(_IDS) if has_outcome else 0
         self._lock = threading.Lock()
 
     def add(self, uses: pb.Uses) -> bool:
@@ -87,25 +116,24 @@ class CommandQueue:
         self._commands: queue.SimpleQueue[SharedCommand | None] = queue.SimpleQueue()
         self._last: SharedCommand | None = None
         self._pending: dict[int, PendingCommand] = {}
-        self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = self._is_needless = False
 
     def send(
-        self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None
+        self, command: pb.ShardCommand | SharedCommand, then: Callable[[LoraServerError | None], None] | None = None
     ) -> PendingCommand:
         """Queue a command; the caller may wait for it, or be called with the outcome."""
+        shared = command if isinstance(command, SharedCommand) else SharedCommand(command, has_outcome=True)
         pending = PendingCommand(self._shard, then)
         with self._lock:
             closed = self._closed
             if not closed:
-                command.id = next(self._ids)
-                self._pending[command.id] = pending
+                self._pending[shared.command.id] = pending
         if closed:
             pending.is_needless = self._is_needless
             pending.finish(self._death())
         else:
-            self.tell(SharedCommand(command))
+            self.tell(shared)
         return pending
 
     def tell(self, command: SharedCommand) -> None:
@@ -328,12 +356,8 @@ class ShardTable:
 
     def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
         """Send a command to every live shard."""
-        sent = []
-        for handle in self.live().values():
-            own = pb.ShardCommand()
-            own.CopyFrom(command)
-            sent.append(handle.commands.send(own))
-        return sent
+        shared = SharedCommand(command, has_outcome=True)
+        return [handle.commands.send(shared) for handle in self.live().values()]
 
     def tell(self, command: pb.ShardCommand) -> None:
         """Send every live shard a command that has no outcome; changes of holds may join an earlier one."""

@@ -12,7 +12,7 @@ from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.records import Record
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.residency import ResidencyNews
-from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable
+from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable, SharedCommand
 from lora_server.control.start import StartState
 from lora_server.control.sync.prewarm import Prewarm
 from lora_server.control.sync.residency import ResidencyTable
@@ -120,15 +120,18 @@ class ShardSync:
             self.spread.tell([record.handle])
             load = self._message(record)
             load.eager = eager
-            return [self._load_on(handle, record, load) for handle in self.shards.live().values()]
+            shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
+            return [self._load_on(handle, record, shared) for handle in self.shards.live().values()]
 
-    def _load_on(self, handle: ShardHandle, record: Record, load: pb.Load) -> PendingCommand:
+    def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
+        load = shared.command.load
         if load.eager:
             self.prewarm.asked(record.handle, handle.shard)
-        command = pb.ShardCommand(load=load)  # a copy
-        if (size := self.sizes.of(record.handle, handle.shard)) is not None:
-            command.load.size = size
-        return handle.commands.send(command, partial(self._loaded, handle.shard, record))
+        if (size := self.sizes.of(record.handle, handle.shard)) is not None:  # a shard that was restarted
+            own = pb.ShardCommand(load=load)  # a copy
+            own.load.size = size
+            shared = SharedCommand(own, has_outcome=True)
+        return handle.commands.send(shared, partial(self._loaded, handle.shard, record))
 
     def _loaded(self, shard: int, record: Record, error: LoraServerError | None) -> None:
         """Take the outcome of a load. A shard's death is none: its successor is told again."""
@@ -163,8 +166,11 @@ class ShardSync:
             note = pb.ShardCommand(note=self._message(record))
             if handle in self.spread.told:
                 return self.broadcast(note)
-            keepers = (one for one in self.shards.live().values() if self.spread.is_keeper(handle, one.shard))
-            return [keeper.commands.send(pb.ShardCommand(note=note.note)) for keeper in keepers]
+            live = self.shards.live()
+            return [
+                live[one].commands.send(pb.ShardCommand(note=note.note))
+                for one in self.spread.keepers(handle) & live.keys()
+            ]
 
     def tell_refused(self) -> list[PendingCommand]:
         """Have every shard keep the refusals, for the next controller."""
@@ -232,8 +238,9 @@ class ShardSync:
         self.prewarm.offer(record.handle for record in records if record.handle in self.spread.told)
         for record in records:  # a shard that has one keeps only the record
             if record.handle in self.spread.told:
-                self._load_on(handle, record, self._message(record))
-            elif self.spread.is_keeper(record.handle, handle.shard):
+                load = pb.ShardCommand(load=self._message(record))
+                self._load_on(handle, record, SharedCommand(load, has_outcome=True))
+            elif handle.shard in self.spread.keepers(record.handle):
                 handle.commands.send(pb.ShardCommand(note=self._message(record)))
 
     def moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:

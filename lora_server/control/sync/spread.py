@@ -27,9 +27,9 @@ class AdapterSpread:
         """Return whether all shards may be told of another adapter that no request named yet."""
         return (len(self.told) + 1) * self._num_shards <= self._most
 
-    def is_keeper(self, handle: int, shard: int) -> bool:
-        """Return whether a shard keeps the record of an adapter of which not all are told."""
-        return shard in (handle % self._num_shards, (handle + self._num_shards // 2) % self._num_shards)
+    def keepers(self, handle: int) -> set[int]:
+        """Return the shards that keep the record of an adapter of which not all are told."""
+        return {handle % self._num_shards, (handle + self._num_shards // 2) % self._num_shards}
 
     def forget(self, handle: int) -> None:
         """Remove an adapter."""
