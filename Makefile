@@ -153,7 +153,7 @@ $(VENV_BUILD)/ready: constraints-build.txt
 gpu-build: $(VENV_BUILD)/ready
 	$(VENV_BUILD)/bin/python -m bench.gpu_build $(ARGS)
 
-# beside what people would use instead, a twenty minutes on two quiet cores; to see that it runs: ARGS=--short
+# beside what people would use instead, half an hour on two quiet cores; to see that it runs: ARGS=--short
 race: $(VENV)/ready $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.race $(ARGS)
 	$(if $(findstring --short,$(ARGS)),,$(BIN)/python -m bench.race.plot)

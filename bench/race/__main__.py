@@ -1,6 +1,6 @@
 """A LoRA server beside what people would use instead: one machine, one run, the same requests, equal cores.
 
-    make race                      all rows, results and plot in bench/results; twenty minutes on two quiet cores
+    make race                      all rows, results and plot in bench/results; half an hour on two quiet cores
     make race ARGS=--short         a tiny model and a few requests, to see that it runs; writes nothing unless --out
 
 base          vLLM without adapters, on all cores and on one: what no adapter costs
@@ -12,8 +12,8 @@ PEFT          transformers and PEFT, mixed batches; a batch ends with its longes
 vLLM engines run as vLLM serves them (AsyncLLM, engine core in its own process) and are all started before the first
 row; systems take turns. Adapters have ranks 8, 16, 32 and 64 in turn, were all read once, and are drawn by Zipf 1.0.
 Open loop: Poisson arrivals, or those of a trace, compressed. Closed loop: so many requests in flight. `equal`: calls
-whose tokens are those of `ours`, of the calls that both answered. Not here: SGLang, which has no connector of ours yet,
-and mixture-of-experts models, for which vLLM has no LoRA on CPUs.
+whose tokens are those of `ours`, of the calls that both answered. Not here: SGLang, whose wheels have no kernels for
+CPUs, and mixture-of-experts models, for which vLLM has no LoRA on CPUs.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Plan:
     one_thread: bool = True  # also vLLM with one thread, without adapters and with its own LoRA
     rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 6.0, 9.0)
     some_rates: tuple[float, ...] = (2.0, 3.0)  # of the other counts and sites
+    climbs: int = 8  # at most so many rates beyond the highest, each a quarter higher, while a system serves 90 %
     width: int = 16
     peft_rate: float = 1.0
     trace_rate: float = 2.0
@@ -78,6 +79,7 @@ SHORT = {
     "one_thread": False,
     "rates": (4.0,),
     "some_rates": (4.0,),
+    "climbs": 1,
     "width": 4,
 }
 
@@ -187,7 +189,7 @@ def _run(race: Race, traces: Path) -> None:
     own_ways = tune(race, load.poisson(attention, pilot, plan.seconds, 1), load="tuning", rate=pilot, **about)
     bases = [System("base", "base", plan.cores), System("base, 1 thread", "base", 1)][: 1 + plan.one_thread]
     race.start([*bases, System("ours", "ours", max(1, plan.cores - 1))])
-    ladder(race, ["base", *own_ways, "ours"], attention, plan.rates, about)
+    ladder(race, ["base", *own_ways, "ours"], attention, plan.rates, about, plan.climbs)
     closed = load.supply(attention, 256, 2)
     race.run(
         [*(one.name for one in bases), *own_ways, "ours"], closed, plan.width, load="closed", rate=plan.width, **about
@@ -213,14 +215,21 @@ def _run(race: Race, traces: Path) -> None:
 
 
 def ladder(
-    race: Race, names: Sequence[str], adapters: list[str], rates: Sequence[float], about: Mapping[str, Any]
+    race: Race,
+    names: Sequence[str],
+    adapters: list[str],
+    rates: Sequence[float],
+    about: Mapping[str, Any],
+    climbs: int = 0,
 ) -> None:
-    """Run Poisson loads of rising rates; a system that serves less than half of one is left out of the next."""
-    going = list(names)
-    for number, rate in enumerate(rates):
+    """Run Poisson loads of rising rates; a system that serves less than half of one is left out of the next. `climbs`:
+    see Plan; beyond the highest rate a system is left out once it serves less than ENOUGH."""
+    going, beyond = list(names), [round(rates[-1] * 1.25**step, 1) for step in range(1, climbs + 1)]
+    for number, rate in enumerate([*rates, *beyond]):
         calls = load.poisson(adapters, rate, race.plan.seconds, 10 + number)
         rows = race.run(going, calls, load="poisson", rate=rate, **about)
-        going = [one["system"] for one in rows if one["within"] >= 0.5]
+        least = 0.5 if rate < rates[-1] else score.ENOUGH
+        going = [one["system"] for one in rows if one["within"] >= least]
         if not going:
             return
 
