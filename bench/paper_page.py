@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import paper_measured
+
 Rows = list[dict[str, str]]
 HEAD = """# The paper's evaluation, rerun
 
@@ -28,7 +30,7 @@ TAIL = """
   ([the GPU run](gpu-run.md)); no GPU's figures are in this repository yet.
 - Push beside pull was measured on CPUs alone: 1.04x to 2.43x over TCP, where the paper has 2.63x at 4 MB between GPUs
   ([figures](../bench/results/pull-cpu-2026-11.md)).
-- Engines beside each other, measured on CPUs: `make race` ([Is it for you?](decide.md#measured)).
+- Other engines beside ours, measured on CPUs: [Is it for you?](decide.md#measured).
 """
 
 
@@ -250,6 +252,7 @@ def page(folder: Path) -> str:
         HEAD,
         "\n".join(lines),
         *(_section(one, rows[one.figure], folder) for one in PICTURES),
+        paper_measured.section(),
         TAIL.strip(),
         WORDS,
     ]
