@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MOST_TOLD = 1 << 18  # adapters times shards: the table of residency and a shard's commands grow with them
+MOST_TOLD = 262_144  # adapters times shards: the table of residency and a shard's commands grow with them
 
 
 class AdapterSpread:
