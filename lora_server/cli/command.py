@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_server import __version__
+from lora_server import __version__, installed
 from lora_server.cli.adapters import app as adapters_app
 from lora_server.cli.audit import audit
 from lora_server.cli.call import EXIT_ERROR, JsonOption, one_line_errors
@@ -78,9 +78,12 @@ def serve(
     settings = load({name: value for name, value in flags.items() if value is not None}, config)
     logs.configure(form=settings.log_format)
     limit_threads(settings.threads)
-    from lora_server.daemon.node import serve as serve_node
-
-    serve_node(settings)
+    if settings.launcher == "ray":
+        installed.require("ray")
+        from lora_server.daemon.on_ray import serve_on_ray as serve_server
+    else:
+        from lora_server.daemon.node import serve as serve_server
+    serve_server(settings)
 
 
 app.add_typer(adapters_app, name="adapters")
@@ -110,8 +113,6 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a sharded server with PEFT, token by token."""
-    from lora_server import installed
-
     installed.require("demo")
     from lora_server.demo.run import run_demo
 

@@ -21,8 +21,8 @@ GROUPS = {
         "tls_name", "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
     ),
     "Several nodes": (
-        "nodes", "node_rank", "controller", "controller_seconds", "standby", "join_token_file", "advertise", "replicas",
-        "failover_ms",
+        "nodes", "node_rank", "controller", "controller_seconds", "launcher", "standby", "join_token_file", "advertise",
+        "replicas", "failover_ms",
     ),
     "Steps": (
         "max_step_rows", "slots", "threads", "wire", "coordination", "gpu_transport", "nvshmem_clients",

@@ -174,6 +174,11 @@ class ServeConfig(BaseSettings):
         description="Rank of this node; rank 0 runs the controller. auto: the controller leases the node a free rank "
         "above 0; while every rank has a node, this one stands by.",
     )
+    launcher: Literal["none", "ray"] = Field(
+        "none",
+        description="none: this command runs one node. ray: it starts all nodes as actors of a Ray cluster "
+        "(RAY_ADDRESS), each on a host of its own, at the ports of --listen and --http, and stops them with itself.",
+    )
     controller: Controllers | None = Field(
         None,
         description="Node 0's --listen; required on the other nodes. With a standby the addresses of both controllers, "
@@ -259,6 +264,15 @@ class ServeConfig(BaseSettings):
             )
         if self.node_rank and not self.controller:
             raise ValueError("--controller: got none with --node-rank auto or above 0, expected node 0's --listen")
+        return self
+
+    @model_validator(mode="after")
+    def _check_launcher(self) -> ServeConfig:
+        if self.launcher == "ray" and (self.node_rank or self.controller or self.standby):
+            raise ValueError(
+                "--launcher: got ray with --node-rank, --controller or --standby, expected it alone: Ray places the "
+                "nodes, and node 0 has the controller"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,8 @@
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
   checks          what it checks first, and `doctor`
   startup         says that it starts, and serves           forks      forked from one that has imported all
-  rank            leased from the controller
+  rank            leased from the controller              on_ray     nodes as actors of a Ray cluster
+                                                            ray_node   one of them
                                                             forked     a forked child
 controller_main   the controller's process (rank 0)         http       its port
   standby         one of two, until it leads

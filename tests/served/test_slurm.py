@@ -1,65 +1,82 @@
-"""The Slurm script, run by bash with stand-ins of srun and scontrol: its tasks are two nodes on this host, and serve.
+"""The scripts for Slurm as jobs of a real one, whose hosts are addresses of this machine."""
 
-Slurm itself is not here: that it starts the tasks, gives them these variables and ends them stays unproven.
-"""
+import re
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import psutil
 import pytest
 
 from client_connector.transformers import attach
-from lora_server.demo import children
 from lora_server.demo.launch import free_ports
-from tests.support.serving import HANG_SECONDS, all_gone, answers, complete, descendants, flags, until
+from tests.support.serving import HANG_SECONDS, answers, complete, flags, reached, until
+from tests.support.slurm import running_slurm
 from tests.support.sources import ROOT
 
-SCRIPT = ROOT / "deploy/slurm/serve.sbatch"
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-for rank in 0 1; do SLURM_PROCID=$rank SLURMD_NODENAME=node$rank "$@" & done
-wait
-"""
-SCONTROL = """#!/bin/bash
-case "$*" in
-"show hostnames node[0-1]") printf 'node0\\nnode1\\n' ;;
-"--oneliner show node node0") echo "NodeName=node0 Arch=x86_64 NodeAddr=127.0.0.1 NodeHostName=node0 Port=0" ;;
-"--oneliner show node node1") echo "NodeName=node1 Arch=x86_64 NodeAddr=127.0.0.2 NodeHostName=node1 Port=0" ;;
-*) echo "no such call: $*" >&2; exit 1 ;;
-esac
-"""
-ALLOCATED = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2"}
+pytestmark = pytest.mark.long
+FOLDER = ROOT / "deploy/slurm"
+HOSTS = 3
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with running_slurm(HOSTS) as it:
+        yield it
 
 
 @pytest.fixture
-def job(load, tmp_path):
-    """The script as a job of two nodes: the process, and where it is to serve."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    port = free_ports(2)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = children.own(["bash", str(SCRIPT), *flags(load, "--layout", "ep1-pp2")])
-    given = os.environ | ALLOCATED | {"PATH": path, "PORT": str(port)}
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=given, stdout=log, stderr=log)
-    yield process, f"127.0.0.1:{port}", tmp_path / "log"
-    tasks = descendants(process.pid)
-    children.stop(process)  # and what it started, which Slurm would end
-    all_gone(tasks)
+def submit(slurm, load, tmp_path):
+    """Submit a script and wait for its server; returns where engines join. Jobs end with the test."""
+
+    def submit(script, *options, nodes=()):
+        port = free_ports(2)
+        server = flags(load, "--layout", "ep1-pp2", *nodes)
+        output = f"--output={tmp_path}/%x-%a", f"--chdir={tmp_path}", f"--export=ALL,PORT={port}"
+        slurm.run("sbatch", *output, *options, str(FOLDER / script), *server)
+
+        def said():
+            texts = (one.read_text() for one in tmp_path.glob("lora-server-*"))
+            return re.findall(r"engines join (\S+),", "".join(texts))
+
+        until(said, "the job says where engines join")
+        until(lambda: complete(said()[0]), "it serves")
+        return said()[0]
+
+    yield submit
+    slurm.run("scancel", "--user=root")
+    until(lambda: not slurm.run("squeue", "-h"), "the jobs have ended")
 
 
-def test_the_tasks_of_a_job_are_the_nodes_of_a_server(job, load):
-    process, address, log = job
+def ranks(address):
+    """The pids of the nodes' shards, by rank; none while the server is not complete."""
+    reply = complete(address)
+    return [shard.pid for shard in reply.shards] if reply else []
 
-    def ready():
-        assert process.poll() is None, log.read_text()
-        return complete(address)
 
-    until(ready, "both nodes serve")
-    assert [shard.node for shard in complete(address).shards] == [0, 1]
-    assert f"engines join {address}" in log.read_text()
+def host_of(pid):
+    return psutil.Process(pid).environ()["SLURMD_NODENAME"]
+
+
+def test_the_tasks_of_a_job_are_the_nodes_of_a_server(submit, slurm, load):
+    address = submit("serve.sbatch", "--nodes=2")
+    assert [host_of(pid) for pid in ranks(address)] == ["n0", "n1"]
     with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
         assert answers(lora, load, "qv")
+        slurm.kill_host("n1")
+        until(lambda: not complete(address), "node 0 has noticed")
+        until(lambda: "down" in slurm.states()["n1"], "so has Slurm, which lets the job go on without it")
+        assert reached(address).shards[0].state == "up"
+    slurm.start_host("n1")
+
+
+def test_a_spare_of_an_array_takes_the_rank_of_a_host_that_died(submit, slurm, load):
+    address = submit("elastic.sbatch", f"--array=0-{HOSTS - 1}", nodes=("--nodes", "2"))
+    with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
+        assert answers(lora, load, "qv")
+        first, second = ranks(address)
+        host = host_of(second)
+        slurm.kill_host(host)
+        until(lambda: ranks(address)[1:] not in ([], [second]), "the spare has the rank")
+        assert ranks(address)[0] == first and host_of(ranks(address)[1]) != host
+        assert answers(lora, load, "fused")
+        slurm.start_host(host)
+        running = "squeue", "-h", "--states=RUNNING", "-o", "%N"
+        until(lambda: host in slurm.run(*running).split(), "Slurm runs its task again: a spare")

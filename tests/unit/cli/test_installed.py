@@ -22,6 +22,7 @@ LEAVES = ("spec", "placement", "errors", "address", "ports", "installed", "logs"
 MAY_IMPORT = {
     "lora_server": ("server", "cuda"), **{f"lora_server.{name}": () for name in ("__init__", "wire", *LEAVES)},
     "lora_server.telemetry": ("telemetry",), "lora_server.transport": ("cuda",),
+    **dict.fromkeys(("lora_server.daemon.on_ray", "lora_server.daemon.ray_node"), ("server", "ray")),
     "lora_server.demo": ("server", "demo"), "lora_server.sources": ("http", "s3"), "client_connector": (),
     "lora_server.demo.profiled_vllm": ("vllm",),
     "client_connector.transformers": ("transformers",), "client_connector.vllm": ("vllm",),
