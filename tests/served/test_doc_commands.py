@@ -63,7 +63,7 @@ def test_plain_make_says_what_there_is():
     said = {target: run(["make", *target], ROOT, capture_output=True) for target in ((), ("help",))}
     text = said[()].stdout
     assert [one.returncode for one in said.values()] == [0, 0] and said[("help",)].stdout == text
-    steps = {"gpu-carry", "gpu-build", "proto", "test-fast", "bench-vllm", "browser", "postgres", "slurm", "help"}
+    steps = {"gpu-carry", "gpu-build", "proto", "test-fast", "bench-vllm", "browser", "postgres", "launchers", "help"}
     assert TARGETS - steps - set(re.findall(r"[a-z-]+", text)) == set()
     assert max(map(len, text.splitlines())) <= 120
 

@@ -129,7 +129,7 @@ def running_slurm(hosts: int) -> Iterator[Slurm]:
     """Run a Slurm cluster until the block or this process ends. Skips the test without its packages, or root."""
     missing = [name for name in NEEDED if not shutil.which(name, path=f"{os.environ['PATH']}:{SBIN}")]
     if missing or os.geteuid():
-        pytest.skip(f"{', '.join(missing) or 'root'} is not here: make slurm, as root")
+        pytest.skip(f"{', '.join(missing) or 'root'} is not here: make launchers, as root")
     directory = Path(tempfile.mkdtemp(prefix="lora-slurm-", dir="/tmp"))
     directory.chmod(0o755)  # munge wants its socket where all may look
     slurm = Slurm(directory)
