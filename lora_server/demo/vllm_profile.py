@@ -110,10 +110,10 @@ class _Ways:
                 flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_args]
                 server = stack.enter_context(running_server(self._work / "server.log", flags))
                 environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
-            cells = _cells(names if paths else [None], slots)
-            found = self._run(StepJob(settings, paths, list(cells.values())), environment)
-        times = dict(zip(cells, found, strict=True))
-        return {"lora": kind, "slots": slots, "threads": threads, **_terms(times)}
+            asked = cells(names if paths else [None], slots)
+            found = self._run(StepJob(settings, paths, list(asked.values())), environment)
+        times = dict(zip(asked, found, strict=True))
+        return {"lora": kind, "slots": slots, "threads": threads, **terms(times)}
 
     def _run(self, job: StepJob, environment: Mapping[str, str]) -> list[StepTimes]:
         """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
@@ -136,22 +136,23 @@ class _Ways:
         return msgspec.json.decode(out, type=list[StepTimes])
 
 
-def _cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:
+def cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:
     """List the cells by (term, size). Loaded adapters are used in turn; coupled, those that the slots hold."""
     held = names[:slots] if slots else names
-    cells = {("warm", 0): [[StepAsk(3, name, 2)] for name in names]}
+    found = {("warm", 0): [[StepAsk(3, name, 2)] for name in names]}
     if slots and slots < len(names):
-        cells["load", 0] = [[StepAsk(SHORT_PROMPT, name)] for name in names[: max(2 * slots, LONE)]]
-    cells["held", 0] = [[StepAsk(3, name, 2)] for name in held]
+        found["load", 0] = [[StepAsk(SHORT_PROMPT, name)] for name in names[: max(2 * slots, LONE)]]
+    found["held", 0] = [[StepAsk(3, name, 2)] for name in held]
     for batch in DECODE:
         asks = [StepAsk(SHORT_PROMPT, held[place % len(held)], NEW_TOKENS) for place in range(batch)]
-        cells["decode", batch] = [asks] * REPEATS
+        found["decode", batch] = [asks] * REPEATS
     for tokens in PROMPTS:
-        cells["prompt", tokens] = [[StepAsk(tokens, held[place % len(held)])] for place in range(LONE)]
-    return cells
+        found["prompt", tokens] = [[StepAsk(tokens, held[place % len(held)])] for place in range(LONE)]
+    return found
 
 
-def _terms(times: Mapping[tuple[str, int], StepTimes]) -> dict[str, Any]:
+def terms(times: Mapping[tuple[str, int], StepTimes]) -> dict[str, Any]:
+    """Return a way's part of the profile, of the times of its cells."""
     entry_us = max(times["prompt", 1].first_us - times["decode", 1].step_us, 0.0)
     found: dict[str, Any] = {"entry_us": _rounded(entry_us)}
     if ("load", 0) in times:
