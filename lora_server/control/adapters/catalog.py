@@ -99,6 +99,32 @@ class CatalogLedger:
         return kept if any(one.listed for one in kept) else [version_of(served), *kept]
 
 
+class VersionMarks:
+    """Versions that are coming, draining or pinned, by handle. Changed under the catalog's lock, which is this one."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self.coming: set[int] = set()
+        self.draining: set[int] = set()
+        self.pinned: set[int] = set()  # of the listed ones
+
+    def update(self, record: Record, listed: bool) -> None:
+        """Mark a version anew: it drains unless it is listed or coming."""
+        wanted = listed or record.handle in self.coming
+        (self.draining.discard if wanted else self.draining.add)(record.handle)
+        (self.pinned.add if listed and record.pinned else self.pinned.discard)(record.handle)
+
+    def pinned_and_draining(self) -> tuple[frozenset[int], list[int]]:
+        """Return the handles that are pinned, and those that drain, in order."""
+        with self._lock:
+            return frozenset(self.pinned), sorted(self.draining)
+
+    def forget(self, handle: int) -> None:
+        """Forget a version that is removed."""
+        for marks in (self.coming, self.draining, self.pinned):
+            marks.discard(handle)
+
+
 class AdapterCatalog:
     """Names, versions and refusals. Thread-safe; its lock is a leaf, so it never blocks.
 
@@ -114,10 +140,8 @@ class AdapterCatalog:
         self.refusals, self.order = RefusedAdapters(), ListOrder()
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
-        self._coming: set[int] = set()
-        self._draining: set[int] = set()
-        self._pinned: set[int] = set()  # of the listed ones
         self._lock = threading.RLock()
+        self.marks = VersionMarks(self._lock)
 
     # -- queries
 
@@ -176,12 +200,7 @@ class AdapterCatalog:
 
     def is_wanted(self, record: Record) -> bool:
         """Return whether a version is listed or coming."""
-        return self.is_listed(record) or record.handle in self._coming
-
-    def marks(self) -> tuple[frozenset[int], list[int]]:
-        """Return the handles that are pinned, and those that drain, in order."""
-        with self._lock:
-            return frozenset(self._pinned), sorted(self._draining)
+        return self.is_listed(record) or record.handle in self.marks.coming
 
     def check_free(self, name: str) -> None:
         """Raise AdapterExistsError where an engine serves its base model under this name."""
@@ -207,9 +226,9 @@ class AdapterCatalog:
             self.ledger.reserve(record.handle)
             self._by_handle[record.handle] = self._by_name[record.name] = record
             self.order.add((record.name, record.handle))
-            self._coming.discard(record.handle)
+            self.marks.coming.discard(record.handle)
             for one in (record, other or record):
-                self._mark(one)
+                self.marks.update(one, self.is_listed(one))
 
     def put(self, record: Record, coming: bool = False) -> None:
         """Keep a version, or what is known of it now; what its name means does not change."""
@@ -220,22 +239,23 @@ class AdapterCatalog:
             if self.is_listed(record):
                 self._by_name[record.name] = record
             if coming:
-                self._coming.add(record.handle)
-            self._mark(record)
+                self.marks.coming.add(record.handle)
+            self.marks.update(record, self.is_listed(record))
 
     def abandon(self, handle: int) -> None:
         """Let a version that is still coming drain: it will not be listed."""
         with self._lock:
-            if handle in self._coming:
-                self._coming.remove(handle)
-                self._mark(self._by_handle[handle])
+            if handle in self.marks.coming:
+                self.marks.coming.remove(handle)
+                record = self._by_handle[handle]
+                self.marks.update(record, self.is_listed(record))
 
     def unlist(self, name: str) -> Record:
         """Stop offering a name; its version drains. Raises UnknownAdapterError."""
         with self._lock:
             record = self.get(name)
             del self._by_name[name]
-            self._mark(record)
+            self.marks.update(record, listed=False)
             return record
 
     def remove(self, handle: int) -> None:
@@ -245,13 +265,7 @@ class AdapterCatalog:
             self.order.remove((record.name, handle))
             if self.is_listed(record):
                 del self._by_name[record.name]
-            for marks in (self._coming, self._draining, self._pinned):
-                marks.discard(handle)
-
-    def _mark(self, record: Record) -> None:
-        handle, listed = record.handle, self.is_listed(record)
-        (self._draining.discard if self.is_wanted(record) else self._draining.add)(handle)
-        (self._pinned.add if listed and record.pinned else self._pinned.discard)(handle)
+            self.marks.forget(handle)
 
 
 def name_of(catalog: AdapterCatalog, handle: int) -> str | None:

@@ -116,19 +116,9 @@ class AdapterListings:
         names = (name_of(self._catalog, handle) for handle in self._holds.of(client))
         return sorted(name for name in names if name is not None)
 
-    def listed(self, names: Iterable[str]) -> list[str]:
-        """Return which of these are adapters."""
-        return [name for name in names if self._catalog.find(name) is not None]
-
     def known(self, names: Iterable[str]) -> list[str]:
         """Return which of these are adapters, or were refused or removed."""
         return [name for name in names if self._catalog.find(name) or self._catalog.refusals.get(name)]
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Return which of these are not known. Raises ServerUnavailableError until every shard has said what it
-        keeps."""
-        self._catalog.start.require_settled()
-        return sorted(set(names) - set(self.known(names)))
 
     @property
     def num_warned(self) -> int:

@@ -24,7 +24,7 @@ class CutOffs:
     def begin(self, deadlines: Mapping[int, float]) -> None:
         """Set the deadlines of what drains, in seconds since 1970. The first of a handle stays."""
         since_1970 = self._clock.time() - self._clock.now()
-        for handle in deadlines.keys() & set(self._catalog.marks()[1]):
+        for handle in deadlines.keys() & set(self._catalog.marks.pinned_and_draining()[1]):
             self._until.setdefault(handle, deadlines[handle] - since_1970)
 
     def over(self) -> list[int]:

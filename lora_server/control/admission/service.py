@@ -242,7 +242,7 @@ class AdmissionService:
         """Drop what drains and no client holds or awaits any more, and admit what fits now. To be called after a
         change of the catalog."""
         with self._changed:
-            pinned, draining = self._catalog.marks()
+            pinned, draining = self._catalog.marks.pinned_and_draining()
             if pinned != self.queue.capacity.pinned:
                 self.queue.capacity.set_pinned(pinned)
                 self.queue.admit()

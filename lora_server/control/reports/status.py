@@ -71,7 +71,7 @@ def _draining(controller: Controller) -> list[pb.DrainingStatus]:
     catalog, holds = controller.adapters.catalog, controller.adapters.admission.holds
     leases = controller.clients.leases
     rows: list[pb.DrainingStatus] = []
-    for handle in catalog.marks()[1]:
+    for handle in catalog.marks.pinned_and_draining()[1]:
         record, clients = catalog.by_handle(handle), sorted(holds.by_client(handle))
         if record is not None and clients and len(rows) < MOST_DRAINING:
             serves = catalog.find(record.name)

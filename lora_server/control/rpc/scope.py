@@ -141,11 +141,12 @@ class Scope:
             raise self._unknown(own)
         return next(iter(self._adapters.listings.known(meant)), meant[0]) + name[len(own) :]
 
-    def bring(self, full: Iterable[str]) -> None:
+    def bring(self, full: Sequence[str]) -> None:
         """Start adding the names that are not registered, if the server has --resolve. Raises ServerBusyError while
         that runs, UnknownAdapterError or LimitError after it failed."""
         if (resolver := self._scopes.resolver) is not None:
-            for name in self._adapters.listings.missing(full):
+            self._adapters.catalog.start.require_settled()
+            for name in sorted({*full}.difference(self._adapters.listings.known(full))):
                 resolver.ask(name, partial(self._scopes.bring, self.who))
 
     def reviving(self, full: Iterable[str]) -> AbstractContextManager[None]:
@@ -196,9 +197,8 @@ class Scope:
 
     def hidden(self, served_names: Iterable[str]) -> list[str]:
         """Return the adapters that an engine cannot be asked for, since its base model is served under their names."""
-        return self._adapters.listings.listed(
-            full for name in served_names for full in self._names.meant(self.who.tenant, name)
-        )
+        meant = (full for name in served_names for full in self._names.meant(self.who.tenant, name))
+        return [full for full in meant if self._adapters.catalog.find(full) is not None]
 
     def held_before(self, handles: Iterable[int]) -> list[int]:
         """Return which of these handles the caller may hold. An engine of the operator holds all tenants' adapters."""

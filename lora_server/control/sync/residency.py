@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -90,7 +92,7 @@ class ResidencyTable:
         owned = np.array([len(placement.layers(shard)) for shard in range(self.num_shards)], np.int32)
         self._owned, self._counted = owned, CountedLayers(placement.layout, owned)
         self._unknown = ResidencyRow(self.num_shards)  # of an adapter that no shard has reported
-        self._rows: dict[int, ResidencyRow] = {}
+        self._rows = defaultdict[int, ResidencyRow](partial(ResidencyRow, self.num_shards))
         self._lock = threading.RLock()
 
     def set_idle(self, shards: Collection[int]) -> None:
@@ -103,12 +105,12 @@ class ResidencyTable:
     def report(self, shard: int, one: pb.Residency) -> None:
         """Replace what a shard has of an adapter."""
         with self._lock:
-            self._of(one.handle).report(shard, one)
+            self._rows[one.handle].report(shard, one)
 
     def opened(self, handle: int, shard: int, error: str = "") -> None:
         """Note that a shard opened an adapter's files, or why it could not."""
         with self._lock:
-            found = self._of(handle)
+            found = self._rows[handle]
             if error:
                 found.errors[shard] = error
             else:
@@ -191,9 +193,3 @@ class ResidencyTable:
             if self._counted.is_complete(np.maximum(found.layers, found.host_layers)):
                 return "host"
             return "remote" if found.remote.any() else "disk"
-
-    def _of(self, handle: int) -> ResidencyRow:
-        """Return an adapter's row, which is made if there is none."""
-        if (found := self._rows.get(handle)) is None:
-            found = self._rows[handle] = ResidencyRow(self.num_shards)
-        return found

@@ -113,7 +113,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     @invariant()
     def sets_equal_a_full_scan(self):
         catalog = self.adapters.catalog
-        pinned, draining = catalog.marks()
+        pinned, draining = catalog.marks.pinned_and_draining()
         assert draining == sorted(one.handle for one in catalog.records() if not catalog.is_listed(one))
         assert pinned == {one.handle for one in catalog.records(listed=True) if one.pinned}
 
