@@ -3,9 +3,10 @@
 Legend: A adapters that are called often, W windows.
 
 Two adapters move together where what their calls have beyond their share of each window's load is correlated, over
-windows. Groups are clusters of these (average linkage); all other adapters are one more. They count as tenants only if
-they are independent, so that the load of all varies as the sum of theirs would: where it varies less, they take turns
-(one popular set after another), and where it varies more, all rise together. Then all are one group.
+windows. Clusters of these (average linkage) are groups. Then each adapter, however rare, goes to the group, or to the
+load of all, whose windows make its calls the likeliest. They count as tenants only if they are independent, so that the
+load of all varies as the sum of theirs would: where it varies less, they take turns (one popular set after another),
+and where it varies more, all rise together. Then all are one group.
 """
 
 from __future__ import annotations
