@@ -17,8 +17,8 @@ from bench.gpu_run.record import Record
 from bench.kernels import measure, ours
 from bench.kernels.__main__ import hardware
 from bench.kernels.draws import NUM_DRAWS, Draw, draws
-from bench.kernels.floor import distinct_bytes
 from bench.kernels.models import MODELS
+from bench.kernels.roofline import distinct_bytes
 from bench.kernels.timing import capture, replay_us
 
 MODEL, EXPERTS = MODELS["mixtral-8x7b"], range(2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import fetch_peers, kernels_cpu
-from bench.kernels import correctness, draws, floor, ours, peer_process, roofline
+from bench.kernels import correctness, draws, ours, peer_process, roofline
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from bench.kernels.peers import vllm
 from kernels_cuda import routing, sizes
@@ -58,7 +58,7 @@ def test_the_roofline_gives_the_reference_figures_and_our_layout_reads_no_more()
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_draws_match_the_formula_and_the_router(model):
     counts = [draws.distinct_pairs(draws.draw(model, 256, seed), model.num_experts) for seed in range(40)]
-    expected = floor.expected_pairs(model, 256)
+    expected = roofline.expected_pairs(model, 256)
     deviation = np.std(counts, ddof=1) / np.sqrt(len(counts))
     assert abs(np.mean(counts) - expected) < 4 * deviation + 1
     step = draws.draw(model, 256, 3)

@@ -37,8 +37,7 @@ from lora_server.units import Size
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.gpu import emulated
-from tests.support.gpu.emulated_link import emulated_link
-from tests.support.gpu.emulated_server import EmulatedServer
+from tests.support.gpu.emulated_link import EmulatedServer, emulated_link
 from tests.support.rig import Client
 from tests.support.stores import cpu_store, gather, load, paged_store
 from tests.support.workload import NEW_TOKENS, spec_of, workload

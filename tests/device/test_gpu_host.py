@@ -32,8 +32,7 @@ from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from tests.support.gpu import emulated, emulated_gpu
-from tests.support.gpu.gpu_host import Host
-from tests.support.gpu.gpu_steps import ROWS, SITE
+from tests.support.gpu.gpu_steps import ROWS, SITE, Host
 from tests.support.serving import until
 from tests.support.workload import model_of, spec_of
 

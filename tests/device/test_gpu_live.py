@@ -20,8 +20,7 @@ from lora_server.device.protocol.gpu import Gpu
 from lora_server.device.protocol.needs import ask, missing
 from lora_server.device.protocol.opened import gpu_of
 from lora_server.placement import Layout, Placement
-from tests.support.gpu.gpu_host import Host
-from tests.support.gpu.gpu_steps import ROWS, SITE
+from tests.support.gpu.gpu_steps import ROWS, SITE, Host
 from tests.support.serving import until
 from tests.support.stores import cpu_store, load, pinned
 

@@ -8,7 +8,7 @@ import pytest
 
 from lora_server.device.protocol import cuda
 from tests.support.gpu import emulated, emulated_gpu
-from tests.support.gpu.gpu_host import Host
+from tests.support.gpu.gpu_steps import Host
 from tests.support.serving import until
 
 

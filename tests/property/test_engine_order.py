@@ -16,7 +16,7 @@ from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.request_state import Phase
 from client_connector.serving.settings import Settings
 from lora_server.timings import Timings
-from tests.support.placed import PlacedServer
+from tests.support.controllers import PlacedServer
 from tests.support.serving import HANG_SECONDS, until
 
 PLACED, OTHERS = ("a", "b", "c", "d"), ("y", "z")  # adapters with a place, and those for which there is none

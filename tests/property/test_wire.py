@@ -23,7 +23,7 @@ from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 from lora_server.wire.rpc import open_channel
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 from tests.support.gpu import emulated, emulated_gpu
-from tests.support.gpu.gpu_host import Host
+from tests.support.gpu.gpu_steps import Host
 from tests.support.workload import spec_of
 
 HEADER = (Path(slot.__file__).parent / "slot.h").read_text()

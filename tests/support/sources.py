@@ -48,3 +48,8 @@ def names_in(path):
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
     return found
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}

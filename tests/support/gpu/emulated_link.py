@@ -8,18 +8,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import Choice
+from lora_server.demo.inproc import InprocServer
 from lora_server.device.client.cuda_ipc import IpcLink
 from lora_server.device.client.put import Put
 from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.spec import ModelSpec
+from lora_server.transport.base import DeviceMemory, Link
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.rows import MirrorRows, mirror_bytes
 from lora_server.transport.shm import create_memory
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello, Welcome
 from lora_server.wire.region import RegionLayout
 from tests.support.gpu import emulated
@@ -103,3 +108,34 @@ class EmulatedPuts:
 
 def emulated_link(address: str, hello: Hello, shard: int, *, mirror: str = "must", can_map: bool = True) -> IpcLink:
     return IpcLink(address, hello, shard, EmulatedPuts(can_map), mirror)
+
+
+class EmulatedServer(InprocServer):
+    """`mirror`: "must" puts rows into device memory, "no" into the slots."""
+
+    device: Callable[[], DeviceMemory | None] = MemfdMemory  # of a shard
+
+    def __init__(
+        self, directory: Path, spec: ModelSpec, paths: dict[str, Path], *, mirror: str, **options: object
+    ) -> None:
+        super().__init__(spec, paths, **options)
+        self.mirror, self._stop = mirror, threading.Event()
+        self.listeners = [
+            ShmListener(shard.port, directory / f"shard-{shard.index}.sock", self.device()) for shard in self.shards
+        ]
+        self._threads = [threading.Thread(target=s.run, args=(self._stop.is_set,), daemon=True) for s in self.shards]
+        for thread in self._threads:
+            thread.start()
+
+    def connect(self, hello: Hello) -> list[Link]:
+        return [
+            emulated_link(one.address, hello, index, mirror=self.mirror) for index, one in enumerate(self.listeners)
+        ]
+
+    def close(self) -> None:
+        self._stop.set()
+        for shard, thread, listener in zip(self.shards, self._threads, self.listeners, strict=True):
+            shard.port.ring()
+            thread.join(30)
+            listener.close()
+        super().close()

@@ -10,7 +10,7 @@ from client_connector.holds import MOST_NAMES, QueuedAnswer
 from client_connector.remote import RemoteServer
 from lora_server.errors import AdmissionError, ConfigError, ServerUnavailableError, UnknownAdapterError
 from lora_server.timings import DEFAULTS, Timings
-from tests.support.placed import PlacedServer
+from tests.support.controllers import PlacedServer
 from tests.support.serving import HANG_SECONDS, until
 
 NAMES = ("law", "code", "art")

@@ -17,7 +17,7 @@ from lora_server.errors import ConfigError
 from lora_server.spec import Site
 from lora_server.wire.terms import Held
 from tests.support.echo import needs_emulator
-from tests.support.gpu.emulated_server import EmulatedServer
+from tests.support.gpu.emulated_link import EmulatedServer
 from tests.support.workload import workload
 
 LAYER, ROWS, TOP_K = 1, 9, 2

@@ -31,7 +31,7 @@ from lora_server.demo.serve_vllm import engine_environment
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
 from tests.support.echo import needs_emulator
-from tests.support.gpu.emulated_server import EmulatedServer
+from tests.support.gpu.emulated_link import EmulatedServer
 from tests.support.serving import until
 from tests.support.workload import workload
 

@@ -16,8 +16,7 @@ from lora_server.errors import BY_CODE, ConfigError
 from lora_server.placement import Layout
 from lora_server.wire.region import RegionLayout
 from provisioning.model import memory
-from tests.support.pages import TEXTS
-from tests.support.sources import FILES, ROOT, names_in
+from tests.support.sources import FILES, ROOT, TEXTS, names_in
 
 WITHOUT_CODE = {page: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for page, text in TEXTS.items()}
 TROUBLE = TEXTS["docs/troubleshooting.md"]

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from lora_server.spec import PRESETS
-from tests.support.pages import TEXTS
-from tests.support.sources import ROOT, names_in
+from tests.support.sources import ROOT, TEXTS, names_in
 
 # a page and a sentence of it, and below it the test that would fail if it were not so
 PROMISES = re.findall(

@@ -12,8 +12,7 @@ from lora_server.transport.shm import ShmLink, create_memory
 from lora_server.transport.slack import Slack
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 from tests.chaos.caller import Caller
-from tests.support.gpu.emulated_link import MemfdMemory
-from tests.support.gpu.emulated_server import EmulatedServer
+from tests.support.gpu.emulated_link import EmulatedServer, MemfdMemory
 from tests.support.workload import spec_of
 
 LAYOUT = RegionLayout(depth=2, request_bytes=4 << 20, response_bytes=8 << 20)
