@@ -1,5 +1,7 @@
 """Clients/Hold against the same calls made one by one: the same answers, holds, queue, shares, counters and shards."""
 
+import copy
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,3 +152,16 @@ def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
     server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
     kinds = [pb.ShardCommand.FromString(data).WhichOneof("command") for data in server.shard.commands.take()]
     assert kinds == ["uses", "drop", "uses"], "no command is overtaken by what comes after it"
+
+
+def test_shards_hear_of_the_first_hold_and_the_last_release_of_a_client_alone():
+    """In one command each, however many requests of its engine use the adapter meanwhile."""
+    server, told = Server(), []
+    updates = server.controller.adapters.admission.queue.updates
+    send, updates._send = updates._send, lambda command: (told.append(copy.deepcopy(command.uses)), send(command))
+    for ticket in (1, 2, 3):
+        server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=ticket))])
+    for _ in range(3):
+        server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    changes = [([*one.active.more, *one.holds[0].more], [*one.active.fewer, *one.holds[0].fewer]) for one in told]
+    assert changes == [([1, 1], []), ([], [1, 1])]

@@ -60,6 +60,16 @@ def test_layers_become_ready_one_by_one_and_are_read_once_for_all_who_ask(store,
     store.report.check_integrity()
 
 
+def test_the_first_step_of_an_adapter_unpacks_experts_alone(store, tiny_adapters):
+    """The loader has unpacked dense sites: a pass has a step at each, and would take longer for the first time."""
+    assert load(store, 1, tiny_adapters["all"]).result() is None
+    unpack, unpacked = store.tier.format.unpack, []
+    store.tier.format.unpack = lambda *block: (unpacked.append(block), unpack(*block))[1]
+    for _ in range(2):
+        assert pairs(store, 1, Site(0, "qkv"), 0) and pairs(store, 1, Site(0, "down"), 0)
+    assert len(unpacked) == 1
+
+
 @pytest.mark.parametrize("when", ["while it waits", "while it is read", "between two layers"])
 def test_a_drop_stops_a_load_and_says_so(when, store, gate, tiny_adapters):
     """`done` is called once whatever happens, and the files are closed."""
