@@ -131,6 +131,20 @@ def test_tickets_that_take_no_place_overtake_none():
     assert order.position((0, 1), 0.0) == len(order), "its turn is not due: no place was taken"
 
 
+def test_a_place_that_becomes_free_costs_no_look_at_the_size_of_every_adapter_that_waits():
+    room, looks = PoolCapacity(2), []
+    lacking, room.lacking = room.lacking, lambda *handles: (looks.append(handles), lacking(*handles))[1]
+    queue = AdmissionQueue(lambda names: [int(name) for name in names], room)
+    for number in range(1, 300):
+        queue.acquire(1, number, [str(number)])
+    looks.clear()
+    queue.release(1, [1])
+    assert queue.holds.of(1) == {2, 3}, "the one that came first has the place"
+    assert len(looks) < 10
+    queue.release(1, [3])
+    assert queue.holds.of(1) == {2, 4} and len(looks) < 20
+
+
 @dataclass(order=True)
 class Arrival:
     """A request for one adapter, which is held for `seconds`."""

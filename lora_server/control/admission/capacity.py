@@ -94,6 +94,11 @@ class PoolCapacity:
         )
 
     @property
+    def is_taken(self) -> bool:
+        """Whether as many adapters are in use as may be."""
+        return 0 < self.most <= len(self.in_use)
+
+    @property
     def is_current(self) -> bool:
         """Whether no size has changed since `lacking` last looked."""
         return self.sizes.changes == self._summed

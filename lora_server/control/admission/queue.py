@@ -237,7 +237,7 @@ class AdmissionQueue:
         for names in order.names():
             with suppress(LoraServerError):  # the ticket's answer
                 order.expect(names, self.loads.expected(self.resolve(names)))
-        fitting, order.first = set(filter(self._may_answer, order.names())), None
+        order.first, fitting = None, set[tuple[str, ...]]()
         for key, ticket in order.sequence(now):
             if first is not None and ticket.names not in fitting:
                 if not fitting:
@@ -245,18 +245,22 @@ class AdmissionQueue:
                 continue
             had = len(self.capacity.in_use)
             lacking = self._admit_if_allowed(key, ticket, drained, now)
-            if len(self.capacity.in_use) > had:
+            if first is None and lacking:
+                first = FirstTicket(key, ticket, lacking)
+                drained = self._drain_for(first, now)
+                fitting = set(filter(self._may_answer, order.names()))
+            elif first is not None and len(self.capacity.in_use) > had:
                 fitting = set(filter(self._may_answer, fitting))
             elif ticket.handles is None and ticket.error is None:
                 fitting.discard(ticket.names)
-            if lacking and first is None:
-                first = FirstTicket(key, ticket, lacking)
-                drained = self._drain_for(first, now)
 
     def _may_answer(self, names: tuple[str, ...]) -> bool:
-        """Return whether tickets of these names can be answered: there is a place for them, or an error."""
+        """Return whether tickets of these names can be answered: there is a place for them, or an error. With all
+        places taken an error waits until there is one, or the ticket is first."""
         try:
             handles = set(self.resolve(names))
+            if self.capacity.is_taken:
+                return handles <= self.capacity.in_use
             self.capacity.check(names, handles)
         except LoraServerError:
             return True
