@@ -102,16 +102,22 @@ def test_rows_before_an_invocation_are_the_base_models(tmp_path):
             case.check(generate(model, case.batch, NEW_TOKENS))
 
 
+def bfloat16_model(kind, directory, **more):
+    """A model, saved in `directory`, and two adapters of all its projections."""
+    model = tiny.make_model(kind, dtype=torch.bfloat16)
+    tiny.save_model(model, directory / "base")
+    paths = {name: directory / name for name in (HOT, "cold")}
+    for seed, path in enumerate(paths.values()):
+        tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all", **more)
+    return model, paths
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @torch.no_grad()
 def test_bfloat16_logits_of_other_rows_are_within_the_bars(kind, tmp_path):
     """Against float32 PEFT on the same weights, beside an engine without a merge: base model 2 times, others 1.4."""
-    model = tiny.make_model(kind, dtype=torch.bfloat16)
-    tiny.save_model(model, tmp_path / "base")
-    paths = {name: tmp_path / name for name in (HOT, "cold")}
-    for seed, path in enumerate(paths.values()):
-        tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all")
+    model, paths = bfloat16_model(kind, tmp_path)
     spec, ids = (
         load_spec(tmp_path / "base"),
         torch.randint(3, 250, (16, 64), generator=torch.Generator().manual_seed(3)),
@@ -157,11 +163,7 @@ def relative_error(engine, exact):
 @torch.no_grad()
 def test_bfloat16_outputs_of_each_site_are_within_the_bars_of_float64(kind, tmp_path):
     """Deltas are a tenth of the weights: LoRA's paper has 0.06 to 0.11 (arXiv 2106.09685, table 7)."""
-    model = tiny.make_model(kind, dtype=torch.bfloat16)
-    tiny.save_model(model, tmp_path / "base")
-    paths = {name: tmp_path / name for name in (HOT, "cold")}
-    for seed, path in enumerate(paths.values()):
-        tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all", alpha=1.6)
+    model, paths = bfloat16_model(kind, tmp_path, alpha=1.6)
     spec = load_spec(tmp_path / "base")
     adapter, version = validate_adapter(paths[HOT], spec)
     with adapter:

@@ -44,13 +44,13 @@ class CatalogChanges:
         clock: Clock = SYSTEM,
         events: EventLog | None = None,
     ) -> None:
-        self._catalog, self._sync, self._admission, self._failures = catalog, sync, admission, failures
+        self.catalog, self.sync, self.admission, self.failures = catalog, sync, admission, failures
         self._timings, self._clock, self._events = timings, clock, events or EventLog(clock)
         self.lock = threading.RLock()
 
     def existing(self, name: str, version: str) -> Record | None:
         """Return the listed adapter of that name. Raises AdapterExistsError if its content is another."""
-        record = self._catalog.find(name)
+        record = self.catalog.find(name)
         if record is not None and record.version != version:
             raise AdapterExistsError(
                 f"adapter {name!r}: version {record.version[:12]} is served under this name, got {version[:12]}; "
@@ -60,26 +60,26 @@ class CatalogChanges:
 
     def numbered(self, found: Record) -> Record:
         """Give a record a handle."""
-        return replace(found, handle=self._catalog.ledger.next_handle())
+        return replace(found, handle=self.catalog.ledger.next_handle())
 
     def offer(self, record: Record, eager: bool) -> list[PendingCommand]:
         """List a version under a name that is free or already means it, and tell every live shard. Call with `lock`
         held. Raises AdapterExistsError if an engine's base model has the name."""
-        with self._sync.lock:  # shards are told of it before they are told which client holds it
-            if self._catalog.by_handle(record.handle) is None:
-                self._catalog.publish(record, new=True)
+        with self.sync.lock:  # shards are told of it before they are told which client holds it
+            if self.catalog.by_handle(record.handle) is None:
+                self.catalog.publish(record, new=True)
                 self._publish(AdapterAdded(*_listed(record)))
             self.accept(record.name)
-            return self._sync.load(record, eager=True) if eager else self._sync.register(record)
+            return self.sync.load(record, eager=True) if eager else self.sync.register(record)
 
     def accept(self, name: str) -> None:
         """Take back the refusal of a name that is served now."""
-        if self._catalog.refusals.accept(name):
-            self._sync.tell_refused()
+        if self.catalog.refusals.accept(name):
+            self.sync.tell_refused()
 
     def refuse(self, refusal: RefusedAdapter) -> None:
         """Set the refusal of a name."""
-        self._catalog.refusals.put(refusal)
+        self.catalog.refusals.put(refusal)
         self._publish(AdapterRefused(refusal.name, refusal.code, refusal.reason))
 
     def _publish(self, event: AdapterAdded | AdapterRemoved | AdapterRefused) -> None:
@@ -87,13 +87,13 @@ class CatalogChanges:
 
     def load_beside(self, record: Record) -> list[PendingCommand]:
         """Have every shard load a version that no client can ask for yet; under `lock`. `replace` follows."""
-        with self._sync.lock:
-            self._catalog.put(record, coming=True)
-            return self._sync.load(record, eager=True)
+        with self.sync.lock:
+            self.catalog.put(record, coming=True)
+            return self.sync.load(record, eager=True)
 
     def check_served(self, served: Record) -> None:
         """Raise AdapterExistsError where a name does not mean this version any more."""
-        if not self._catalog.is_listed(served):
+        if not self.catalog.is_listed(served):
             raise AdapterExistsError(f"adapter {served.name!r}: was removed or replaced meanwhile; try again")
 
     def replace(
@@ -112,50 +112,50 @@ class CatalogChanges:
             with self.lock:
                 self.check_served(served)
                 if keep:
-                    now = self._catalog.get(record.name)
+                    now = self.catalog.get(record.name)
                     record = replace(record, pinned=now.pinned, slo_class=now.slo_class)
-                self._catalog.ledger.drains(served, drain_seconds)
+                self.catalog.ledger.drains(served, drain_seconds)
                 if keep:
-                    self._catalog.ledger.added(record, served)
-                self._catalog.publish(record)
+                    self.catalog.ledger.added(record, served)
+                self.catalog.publish(record)
                 self._publish(AdapterUpdated(*_listed(record)))
-                self._failures.forget(record.name)
+                self.failures.forget(record.name)
                 self.accept(record.name)
                 self.cut_off(served, drain_seconds)
                 for one in (served, record):  # the old one may be evicted first
-                    self._sync.note(one.handle)
+                    self.sync.note(one.handle)
                 was = {"replaced": served.version[:12], "holders": self.holders(served)}
                 log.info("adapter replaced", **described(record), **was)
         finally:
-            self._catalog.abandon(record.handle)
-            self._admission.collect()
+            self.catalog.abandon(record.handle)
+            self.admission.collect()
 
     def holders(self, record: Record) -> int:
         """Return how many clients hold a version."""
-        return len(self._admission.holds.by_client(record.handle))
+        return len(self.admission.holds.by_client(record.handle))
 
     def cut_off(self, record: Record, seconds: float | None) -> None:
         """Take a version that drains from its clients in so long; None: never."""
         if seconds is not None:
-            self._admission.cut_off_at({record.handle: self._clock.time() + max(0.0, seconds)})
+            self.admission.cut_off_at({record.handle: self._clock.time() + max(0.0, seconds)})
 
     def unlist(self, record: Record, **why: str) -> list[PendingCommand]:
         """Stop offering a name that the ledger has not any more, and have shards keep that; under `lock`."""
-        self._catalog.unlist(record.name)
+        self.catalog.unlist(record.name)
         self._publish(AdapterRemoved(record.name, record.version))
-        self._failures.forget(record.name)
+        self.failures.forget(record.name)
         log.info("adapter removed", **described(record), holders=self.holders(record), **why)
-        return self._sync.note(record.handle)
+        return self.sync.note(record.handle)
 
     def amend(self, record: Record, **fields: Any) -> None:
         """Write fields of a listed adapter to the ledger, and have shards keep them, for the next controller."""
         with self.lock:
             self.check_served(record)
-            record = replace(self._catalog.get(record.name), **fields)
-            self._catalog.ledger.updated(record)
-            self._catalog.put(record)
-            notes = self._sync.note(record.handle)
-            self._admission.collect()
+            record = replace(self.catalog.get(record.name), **fields)
+            self.catalog.ledger.updated(record)
+            self.catalog.put(record)
+            notes = self.sync.note(record.handle)
+            self.admission.collect()
         self.wait_noted(notes, record.name)
 
     def wait_noted(self, notes: list[PendingCommand], name: str) -> None:

@@ -19,13 +19,10 @@ import structlog
 from lora_server import __version__
 from lora_server.adapters import stamp_of, validate_adapter
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.changes import CatalogChanges, warn
 from lora_server.control.adapters.files import local_path, real_path, uri_of
 from lora_server.control.adapters.records import Record, check_name, described, draft
 from lora_server.control.adapters.refusals import RefusedAdapter
-from lora_server.control.admission.service import AdmissionService
-from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import AdapterError, AdapterExistsError, ServerUnavailableError
 from lora_server.registry.versions import Ledger, Seen
 from lora_server.spec import ModelSpec
@@ -92,17 +89,14 @@ class DirectorySource:
 
     def __init__(
         self,
-        catalog: AdapterCatalog,
-        sync: ShardSync,
-        admission: AdmissionService,
         changes: CatalogChanges,
         spec: ModelSpec,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._catalog, self._sync, self._admission, self._changes = catalog, sync, admission, changes
-        self._spec, self._timings, self._clock = spec, timings, clock
-        self._stamps = StampStore(catalog.ledger.stored, spec)
+        self._catalog, self._sync, self._admission = changes.catalog, changes.sync, changes.admission
+        self._changes, self._spec, self._timings, self._clock = changes, spec, timings, clock
+        self._stamps = StampStore(changes.catalog.ledger.stored, spec)
 
     def register(self, found: Mapping[str, Path]) -> None:
         """Register the start-up adapters, unless an earlier controller of this server did. Refused ones are listed with

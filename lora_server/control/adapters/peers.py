@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import structlog
 
-from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.changes import CatalogChanges
 from lora_server.control.adapters.files import AdapterFiles
 from lora_server.control.adapters.records import Record, record_of
-from lora_server.control.admission.service import AdmissionService
-from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import LoraServerError
 from lora_server.registry.versions import Version
 from lora_server.timings import DEFAULTS, Timings
@@ -24,15 +21,12 @@ class PeerSource:
 
     def __init__(
         self,
-        catalog: AdapterCatalog,
-        sync: ShardSync,
-        admission: AdmissionService,
-        files: AdapterFiles,
         changes: CatalogChanges,
+        files: AdapterFiles,
         timings: Timings = DEFAULTS,
     ) -> None:
-        self._catalog, self._sync, self._admission = catalog, sync, admission
-        self._files, self._changes, self._seconds = files, changes, timings.replace_other
+        self._catalog, self._sync, self._admission = changes.catalog, changes.sync, changes.admission
+        self._changes, self._files, self._seconds = changes, files, timings.replace_other
         self._seen = -1  # the ledger's count of changes
 
     def refresh(self) -> None:

@@ -15,14 +15,11 @@ import structlog
 from lora_server.adapters.refusal import clip
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
-from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.changes import CatalogChanges, warn
 from lora_server.control.adapters.files import AdapterFiles
 from lora_server.control.adapters.records import Record, check_name, described, record_of, split_version
-from lora_server.control.adapters.refusals import REMOVED, RefusedAdapter, UpdateFailures
-from lora_server.control.admission.service import AdmissionService
+from lora_server.control.adapters.refusals import REMOVED, RefusedAdapter
 from lora_server.control.members.shards import PendingCommand, wait_all
-from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import (
     AdapterExistsError,
     AdapterSourceError,
@@ -47,18 +44,14 @@ class AdapterRollout:
 
     def __init__(
         self,
-        catalog: AdapterCatalog,
-        sync: ShardSync,
-        admission: AdmissionService,
-        files: AdapterFiles,
-        failures: UpdateFailures,
         changes: CatalogChanges,
+        files: AdapterFiles,
         allowed: Allowed = NOWHERE,
         clock: Clock = SYSTEM,
     ) -> None:
         """`allowed`: where adapters that are added may lie."""
-        self._catalog, self._sync, self._admission, self._changes = catalog, sync, admission, changes
-        self._files, self._failures, self.allowed, self._clock = files, failures, allowed, clock
+        self._catalog, self._sync, self._admission = changes.catalog, changes.sync, changes.admission
+        self._changes, self._files, self.allowed, self._clock = changes, files, allowed, clock
 
     # -- add
 
@@ -149,7 +142,7 @@ class AdapterRollout:
         allowed.check(uri)
         served = self._updatable(name)
         with (
-            self._failures.of(served),
+            self._changes.failures.of(served),
             _readable(uri),
             self._files.open(name, uri, seconds, allowed.sources) as found,
         ):
@@ -179,7 +172,7 @@ class AdapterRollout:
                 f"adapter {name!r}: no earlier version {version or 'is known'} (known: {known}); "
                 "lora-server adapters update NAME SOURCE brings one"
             )
-        with self._failures.of(served):
+        with self._changes.failures.of(served):
             return self._bring_in(served, record_of(found), deadline, drain_seconds, check)
 
     @contextlib.contextmanager

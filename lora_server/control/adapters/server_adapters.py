@@ -80,9 +80,9 @@ class ServerAdapters(NamedTuple):
             files,
             AdapterListings(catalog, sync, admission, failures, spec.layers),
             changes,
-            AdapterRollout(catalog, sync, admission, files, failures, changes, allowed, clock),
-            DirectorySource(catalog, sync, admission, changes, spec, timings, clock),
-            PeerSource(catalog, sync, admission, files, changes, timings),
+            AdapterRollout(changes, files, allowed, clock),
+            DirectorySource(changes, spec, timings, clock),
+            PeerSource(changes, files, timings),
             CatalogRecovery(catalog, files),
             events,
         )
