@@ -8,6 +8,7 @@ directory     the server's list of adapters
 reconnect     while a server is away            packing      messages <-> slots
 routing       rows -> messages                  geometry     the same base model at both ends
 routed        rows -> messages on a device      session      what a client has after joining
+moves         to another layout's shards
 alora         where an activated LoRA begins   merged       what rows need if an adapter is in the weights
 forward_pass  an engine's model at work
 events        names known without a call

@@ -44,12 +44,27 @@ class Client:
 
     def _adopt(self, session: Session) -> None:
         self.session: Session = session
+        self._given_up: LoraServerError | None = None
+        self._go_by_terms()
+
+    def _go_by_terms(self) -> None:
+        session = self.session
         self.terms: Terms = session.terms
         self.placement = session.terms.placement
         self.lanes = ShardLanes(session.links, session.terms.layout, session.twins)
         devices = {link.device for link in session.links}
         self._device = devices.pop() if len(devices) == 1 else None
-        self._given_up: LoraServerError | None = None
+
+    def step(self) -> None:
+        """Begin a site's step, before it is routed: after the server was resized, go by its new placement. `end_step`
+        ends it."""
+        if (move := self.session.moves.take()) is not None:
+            self.session.adopt(move)
+            self._go_by_terms()
+
+    def end_step(self) -> None:
+        """End a site's step: its answers have come, or never will."""
+        self.session.moves.end()
 
     @property
     def broken(self) -> LoraServerError | None:
@@ -63,6 +78,8 @@ class Client:
     def lost(self) -> LoraServerError | None:
         """Look for what broke the session: a failed step, a dead shard, an expired lease."""
         try:
+            self.step()
+            self.end_step()
             self.session.check()
             self.lanes.look()
             self.lanes.settle()

@@ -46,6 +46,7 @@ class ForwardPass:
         if batch is None:
             return None
         try:
+            self.client.step()
             here = self.client.takes(x_TK.device)
             is_routed_there = here and batch.weights_R is None
             rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
@@ -54,6 +55,7 @@ class ForwardPass:
             given = Activations(x=x, decode=batch.decode, window=window, waits=self.waits_for_weights)
             return self.client.start(HostPacker(self.client.terms, site, given), messages)
         except LoraServerError as error:
+            self.client.end_step()
             self.failed(error, None)
             return None
 
@@ -75,6 +77,7 @@ class ForwardPass:
         if batch is None:
             return None
         try:
+            self.client.step()
             given = Activations(
                 x=x,
                 decode=batch.decode,
@@ -90,6 +93,7 @@ class ForwardPass:
             chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, terms.max_step_rows)
             return client.start(RoutedPacker(terms, site, given), chunks)
         except LoraServerError as error:
+            self.client.end_step()
             self.failed(error, None)
             return None
 
@@ -112,6 +116,8 @@ class ForwardPass:
             exchange.finish(add)
         except LoraServerError as error:
             self.failed(error, exchange)
+        finally:
+            self.client.end_step()
 
     def failed(self, error: LoraServerError, exchange: Exchange | None) -> None:
         """Handle an error of starting an exchange, or of finishing it if it is given."""

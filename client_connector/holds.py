@@ -147,13 +147,11 @@ class Holdings:
         with self._lock:
             del self._released[:released]
 
-    def beat(
-        self, calls: LeaseCalls, seconds: float, lacking: Sequence[int] = (), waits: Sequence[pb.PhaseStats] = ()
-    ) -> pb.HeartbeatReply:
-        """Send a heartbeat, with the shards that the session has no link to and what requests waited for; return
-        the answer."""
+    def beat(self, calls: LeaseCalls, seconds: float, request: pb.HeartbeatRequest | None = None) -> pb.HeartbeatReply:
+        """Send a heartbeat, with what the session says of itself in `request`; return the answer."""
+        request = request or pb.HeartbeatRequest()
         settled = self._settled[: bounds.TICKETS.items]
-        request = pb.HeartbeatRequest(settled=settled, lacking=lacking, waits=waits)
+        request.settled.extend(settled)
         reply: pb.HeartbeatReply = calls.call(calls.clients.Heartbeat, request, seconds)
         with self._lock:
             del self._settled[: len(settled)]

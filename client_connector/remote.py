@@ -7,10 +7,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
+import structlog
 from typing_extensions import override
 
 from client_connector.connect import (
@@ -25,6 +27,7 @@ from client_connector.connect import (
 )
 from client_connector.holds import Answer, Holdings, HoldSender, LoadingAnswer, QueuedAnswer
 from client_connector.lease import LeaseCalls, PrefetchSender
+from client_connector.moves import Move, MoveSlot
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
 from client_connector.twins import TwinLinks
@@ -48,6 +51,7 @@ from lora_server.wire.terms import MAX_PREFETCHED, Held, Proof, Terms
 from lora_server.wire.waits import WaitHistograms
 
 JOIN_SECONDS = 30.0
+log = structlog.get_logger()
 
 
 class RemoteServer(Server):
@@ -116,6 +120,7 @@ class RemoteSession(Session):
         self._left = threading.Event()
         self.links: list[Link] = []
         self.endpoints: list[pb.Endpoint] = []  # of the shards, when it joined
+        self.moves = MoveSlot()
         request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
         request.MergeFrom(server.joins)
         try:
@@ -153,22 +158,46 @@ class RemoteSession(Session):
             self.links += connect_world(place, self.terms, self._server.device, lambda: self.calls.lost is None)
             return
         self.endpoints = list(lease.endpoints)
-        hello = Hello(lease.client, lease.epoch, lease.key, generation=lease.generation)
-        endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
-        if self._server.transport == "auto":
-            tell_far(endpoints)
-        server, timings = self._server, self._server.timings
-
-        def open_link(endpoint: pb.Endpoint, until: float) -> Link:
-            seconds = min(timings.handshake, self.calls.within(until))
-            return connect(endpoint, hello, server.transport, server.device, seconds, timings)
-
-        if layout.replicas == 1 or not endpoints:
-            self.links += [open_link(endpoint, deadline) for endpoint in endpoints]
+        if layout.replicas == 1 or not self._server.links:
+            self._open_links(self.links, self.terms, lease.endpoints, deadline)
             return
+        open_link = partial(self._open_link, generation=lease.generation)
         twins = TwinLinks(self.links, open_link, layout, lease.replica, lease.failover_us * 1e-6)
-        twins.join(endpoints, deadline)
+        twins.join(self._sorted(lease.endpoints), deadline)
         self.twins = twins  # from now on heartbeats mend it
+
+    def _open_links(self, links: list[Link], terms: Terms, endpoints: Iterable[pb.Endpoint], deadline: float) -> None:
+        """Add a link to each shard of a placement, if this session pushes steps."""
+        for endpoint in self._sorted(endpoints):
+            links.append(self._open_link(endpoint, deadline, terms.placement.generation))
+
+    def _sorted(self, endpoints: Iterable[pb.Endpoint]) -> list[pb.Endpoint]:
+        chosen = sorted(endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
+        if self._server.transport == "auto":
+            tell_far(chosen)
+        return chosen
+
+    def _open_link(self, endpoint: pb.Endpoint, until: float, generation: int = 1) -> Link:
+        server, (client, epoch, key) = self._server, self.calls.proof
+        seconds = min(server.timings.handshake, self.calls.within(until))
+        hello = Hello(client, epoch, key, generation=generation)
+        return connect(endpoint, hello, server.transport, server.device, seconds, server.timings)
+
+    def _offer_move(self, move: pb.Move, deadline: float) -> None:
+        """Connect to the shards of another placement, for the client to go by it. An error leaves it where it is: the
+        next heartbeat tries again."""
+        placement = Placement(self.terms.spec, Layout.parse(move.layout), move.generation)
+        offered = Move(replace(self.terms, placement=placement), [])
+        try:
+            self._open_links(offered.links, offered.terms, move.endpoints, deadline)
+            if self.calls.holder is not None:
+                self.borrow(self.calls.holder)  # the new shards do not know of it
+        except LoraServerError as error:
+            offered.drop()
+            log.warning("cannot move to the shards of another layout yet", layout=move.layout, reason=str(error))
+            return
+        self.moves.offer(offered)
+        log.info("connected to the shards of another layout", layout=move.layout, generation=move.generation)
 
     def _heartbeat(self, lease_seconds: float) -> None:
         while not self._left.wait(min(lease_seconds / 4, self._server.timings.heartbeat)):
@@ -176,6 +205,8 @@ class RemoteSession(Session):
                 twins, seconds = self.twins, lease_seconds / 2
                 reply = self._beat(seconds, twins.lacking() if twins is not None else ())
                 self._sender.report(restores=reply.forgot)
+                if reply.HasField("move"):
+                    self._offer_move(reply.move, time.monotonic() + seconds / 2)
                 if twins is not None and reply.endpoints:
                     if self.calls.holder is not None:
                         self.borrow(self.calls.holder)  # a shard that was restarted does not know of it
@@ -188,8 +219,10 @@ class RemoteSession(Session):
 
     def _beat(self, seconds: float, lacking: Sequence[int]) -> pb.HeartbeatReply:
         """Send a heartbeat; return its answer. If that is lost, the next one tells the same waits again."""
-        waits = self._server.waits.messages()
-        reply = self._holdings.beat(self.calls, seconds, lacking, waits)
+        waits, pushes = self._server.waits.messages(), bool(self.links) and not self._server.in_world
+        generation = self.moves.generation(self.terms.placement.generation) if pushes else 0
+        request = pb.HeartbeatRequest(lacking=lacking, waits=waits, generation=generation)
+        reply = self._holdings.beat(self.calls, seconds, request)
         self._server.waits.merge(waits, -1)
         return reply
 
@@ -291,6 +324,7 @@ class RemoteSession(Session):
         self._left.set()
         if self.twins is not None:
             self.twins.close()
+        self.moves.close()
         for link in self.links:
             link.close()
         request = pb.LeaveRequest(unanswered=any(link.unanswered for link in self.links))

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from client_connector.moves import Move, MoveSlot
 from client_connector.twins import TwinLinks
 from lora_server.transport.base import Link
 from lora_server.wire.terms import Held, Proof, Terms
@@ -21,6 +22,13 @@ class Session(ABC):
     terms: Terms
     links: Sequence[Link]
     twins: TwinLinks | None = None  # where shards have twins: what connects lost links again
+    moves: MoveSlot
+
+    def adopt(self, move: Move) -> None:
+        """Push steps to the shards of another placement from now on. For the thread that starts them."""
+        left, self.links, self.terms = self.links, move.links, move.terms
+        for link in left:
+            link.close()
 
     @abstractmethod
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:

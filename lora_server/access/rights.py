@@ -56,6 +56,7 @@ RIGHTS: dict[str, Right] = {
     "Server/Status": _ALL,
     "Server/Drain": _OPERATORS_ADMIN,
     "Server/Resume": _OPERATORS_ADMIN,
+    "Server/Resize": _OPERATORS_ADMIN,
     "Access/WhoIs": _ALL,
     "Access/CreateToken": _ADMIN,
     "Access/RotateToken": _ADMIN,
@@ -87,7 +88,7 @@ CHANGES = frozenset(
     f"{service}/{method}"
     for service, methods in {
         "Adapters": ("Add", "Remove", "Update", "Rollback", "Pin", "Unpin"),
-        "Server": ("Drain", "Resume"),
+        "Server": ("Drain", "Resume", "Resize"),
         "Access": ("CreateToken", "RotateToken", "RevokeToken", "SetTenant", "RemoveTenant", "Share"),
     }.items()
     for method in methods

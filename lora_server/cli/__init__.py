@@ -10,6 +10,7 @@ events     what happened, and what happens            profile    measures this m
 profile_vllm    measures vLLM's steps for it
 merge      an adapter into base weights, offline
 local      tokens and tenants without a server     drain      draining before a node or shard stops
+resize     another layout, while it serves
 """
 
 from lora_server.cli.command import app, main

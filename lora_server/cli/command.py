@@ -17,6 +17,7 @@ from lora_server.cli.events import events
 from lora_server.cli.merge import merge
 from lora_server.cli.profile import profile
 from lora_server.cli.profile_vllm import profile_vllm
+from lora_server.cli.resize import resize
 from lora_server.cli.status import status
 from lora_server.cli.tenants import app as tenants_app
 from lora_server.cli.tokens import app as tokens_app
@@ -97,6 +98,7 @@ app.command()(events)
 app.command()(merge)
 app.command()(profile)
 app.command()(profile_vllm)
+app.command()(resize)
 
 
 @app.command()

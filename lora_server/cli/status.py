@@ -70,6 +70,9 @@ def show(reply: pb.StatusReply, console: Console) -> None:
         terminal.say(console, f"{one.name} {one.version[:12]}: {holders}; {now}", "draining")
     for each in reply.slo_classes:
         terminal.say(console, f"{each.slo}; requests that wait for a place: {count(each.queued)}", f"class {each.name}")
+    if reply.resize.state:
+        how = f"{reply.resize.state}, {count(reply.resize.done)} of {count(reply.resize.total)}"
+        terminal.say(console, f"to {reply.resize.layout}: {how}", "resizing")
     if reply.degraded:
         terminal.say(console, reply.degraded, "degraded")
     if reply.reason:

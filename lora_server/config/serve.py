@@ -353,6 +353,7 @@ class ProcessConfig(ServeConfig):
     bind_host: str  # where shards listen; `advertise` is where others reach them, `controller` is rank 0's also there
     run_dir: Path  # of the node's sockets
     shard: int = -1  # of a shard process
+    generation: int = 1  # of the placement that `layout` describes
     secret: str = Field(repr=False)  # that its shards show to the controller
     restarted: bool = False  # in the place of one that died
 

@@ -6,14 +6,15 @@ that kept another run's state drops it. A rank has one claimant at a time. Claim
 returns with a lower claim than the newest was replaced meanwhile and is rejected.
 
 Where shards have twins, a controller that starts waits a while for all of them (`twin_wait`). Then it is settled
-with one of each.
+with one of each. A shard of the placement that the server is resized to registers beside those that serve.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
@@ -24,7 +25,8 @@ from lora_server.control.clients import Clients
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.start import StartState
-from lora_server.errors import ConfigError
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.errors import ConfigError, LeaseError
 from lora_server.registry.versions import Version
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -50,7 +52,8 @@ class Arrivals:
         clock: Clock = SYSTEM,
     ) -> None:
         """`listed`: the ledger's versions, None without a ledger."""
-        self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
+        self.agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
+        self.following: Agreement | None = None  # of the placement that the server is resized to
         self._start, self._restarted, self._listed = start, restarted, listed
         self._clock, self._twins_until = clock, clock.now() + twin_wait
         self.run = ""
@@ -62,8 +65,10 @@ class Arrivals:
 
         Raises ConfigError if it disagrees, LeaseError if its rank is another's.
         """
-        self._check(registration)
         handle = ShardHandle(registration)
+        if (staged := self._staged(handle)) is not None:
+            return self._stage(handle, staged)
+        self._check(registration, self.agreement)
         with self._lock:
             self._shards.arrive(handle, self._start.settled.is_set())  # first: what it keeps counts if it has its rank
             try:
@@ -72,10 +77,44 @@ class Arrivals:
                 self._shards.depart(handle)
                 raise ConfigError(f"shard {handle.shard}: what it kept cannot be read: {error!r}") from error
             self._settle_if_complete()
-        if self._agreement.coordination == "leader":
-            self._introduce_leader(handle)
+        if self.agreement.coordination == "leader":
+            self._introduce_leader(handle, self._shards)
         log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
         self._publish(handle, "up")
+        return handle
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no shard register or depart in the block."""
+        with self._lock:
+            yield
+
+    def _staged(self, handle: ShardHandle) -> ShardSync | None:
+        """Return what keeps the placement that the server is resized to, where a shard is of that. Raises LeaseError
+        for one of a placement that is over."""
+        beside, generation, own = self._adapters.sync.beside, handle.generation, self._shards.generation
+        if generation in (0, own):
+            return None
+        if self.following is not None and beside is not None and generation == self.following.generation:
+            return beside
+        raise LeaseError(
+            f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; pid {handle.pid} "
+            f"of node {handle.node} ends"
+        )
+
+    def _stage(self, handle: ShardHandle, staged: ShardSync) -> ShardHandle:
+        """Register a shard of the placement that the server is resized to: it loads what is in use first."""
+        with self._lock:
+            if self.following is None or self._staged(handle) is not staged:
+                raise LeaseError(f"shard {handle.shard}: the server is not resized any more; it ends")
+            self._check(handle.registration, self.following)
+            staged.shards.arrive(handle)
+            handle.commands.send(self._claim(handle, self.run, staged.shards))
+            staged.introduce(handle, (), first=self._adapters.admission.active())
+            self._adapters.admission.introduce(handle)
+        if self.following is not None and self.following.coordination == "leader":
+            self._introduce_leader(handle, staged.shards)
+        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid, generation=handle.generation)
         return handle
 
     def settle(self) -> None:
@@ -86,7 +125,7 @@ class Arrivals:
     def _settle_if_complete(self) -> None:
         if self._start.settled.is_set():
             return
-        layout, live = self._agreement.layout, self._shards.live()
+        layout, live = self.agreement.layout, self._shards.live()
         absent = [shard for shard in range(layout.num_shards) if shard not in live]
         if not absent or (self._clock.now() >= self._twins_until and not layout.unserved(absent)):
             self._settle()
@@ -96,7 +135,7 @@ class Arrivals:
         if registration.run and not settled:
             self.run = self.run or registration.run
         if registration.run and registration.run != self.run:
-            handle.commands.send(self._claim(handle, self.run))  # drops what it keeps of another run
+            handle.commands.send(self._claim(handle, self.run, self._shards))  # drops what it keeps of another run
             kept = ()
         presumed: Sequence[int] = ()
         loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
@@ -108,14 +147,13 @@ class Arrivals:
             self._adapters.recovery.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
             presumed = registration.active
-        handle.commands.send(self._claim(handle, self.run if settled else ""))
+        handle.commands.send(self._claim(handle, self.run if settled else "", self._shards))
         self._adapters.sync.introduce(handle, loads)
         self._clients.twins.introduce(handle)
         self._adapters.admission.introduce(handle, presumed)
         self._clients.introduce(handle, grants)
 
-    def _check(self, registration: pb.Registration) -> None:
-        agreement = self._agreement
+    def _check(self, registration: pb.Registration, agreement: Agreement) -> None:
         if registration.agreement != agreement.digest() or registration.shard >= agreement.layout.num_shards:
             raise ConfigError(
                 f"shard {registration.shard} of node {registration.node}: started with other settings than the "
@@ -130,10 +168,10 @@ class Arrivals:
                     f"expected {pool:,}, as its twin has, shard {twin}; start every node with the same --device-pool"
                 )
 
-    def _claim(self, handle: ShardHandle, run: str) -> pb.ShardCommand:
-        registered, restarts = self._start.registered.is_set(), self._shards.restarts[handle.shard]
+    def _claim(self, handle: ShardHandle, run: str, shards: ShardTable) -> pb.ShardCommand:
+        registered, restarts = self._start.registered.is_set(), shards.ranks[handle.shard].restarts
         claim = pb.Claim(epoch=handle.epoch, run=run, registered=registered, restarts=restarts)
-        claim.generation = self._shards.generation
+        claim.generation = shards.generation
         return pb.ShardCommand(claim=claim)
 
     def _settle(self) -> None:
@@ -150,13 +188,13 @@ class Arrivals:
     def announce(self) -> None:
         """Tell the shards their run, and whether the start-up directory is registered."""
         for handle in self._shards.live().values():
-            handle.commands.send(self._claim(handle, self.run))
+            handle.commands.send(self._claim(handle, self.run, self._shards))
 
-    def _introduce_leader(self, arrived: ShardHandle) -> None:
+    def _introduce_leader(self, arrived: ShardHandle, shards: ShardTable) -> None:
         """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""
-        layout, shard = self._agreement.layout, arrived.shard
+        layout, shard = shards.layout, arrived.shard
         leader_index = layout.stage(shard) * layout.ep
-        stage = {s: h for s, h in self._shards.live().items() if layout.stage(s) == layout.stage(shard)}
+        stage = {s: h for s, h in shards.live().items() if layout.stage(s) == layout.stage(shard)}
         leader = stage.pop(leader_index, None)
         if leader is None:
             return
@@ -168,7 +206,12 @@ class Arrivals:
 
     def depart(self, handle: ShardHandle) -> None:
         """Remove a shard that lost its stream."""
-        if self._shards.depart(handle):
+        with self._lock:
+            is_serving = handle.generation == self._shards.generation
+            departed = (self._shards if is_serving else self._shards.beside or self._shards).depart(handle)
+        if not is_serving:
+            log.info("shard left", shard=handle.shard, pid=handle.pid, generation=handle.generation)
+        elif departed:
             self._adapters.sync.count()
             self._adapters.admission.admit()  # where its twin is up, no request waits for its loads any more
             fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}

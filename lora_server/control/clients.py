@@ -76,6 +76,7 @@ class Clients:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
                 grant.pe = lease.place.rank
+            lease.generation = grant.generation if pushes else 0
             lease.grant = grant  # first: a shard that arrives is sent it
             live = self._shards.require_up()
             shared = SharedCommand(pb.ShardCommand(grant=grant), has_outcome=True)
@@ -96,12 +97,21 @@ class Clients:
                 raise
             raise ServerUnavailableError(RESTARTED) from None
 
-    def heartbeat(self, proof: Proof, settled: Iterable[int] = (), waits: Sequence[pb.PhaseStats] = ()) -> bool:
+    def heartbeat(
+        self,
+        proof: Proof,
+        settled: Iterable[int] = (),
+        waits: Sequence[pb.PhaseStats] = (),
+        generation: int = 0,
+    ) -> bool:
         """Renew a client's lease, count the `waits` of its requests, and forget the tickets of which it has the answers
-        (`settled`); return whether the client has to report its holds with `restore`. Raises LeaseError."""
+        (`settled`); return whether the client has to report its holds with `restore`. `generation`: of the placement
+        that its steps go by, 0 where it does not say. Raises LeaseError."""
         client = self.renew(proof)
-        if waits and (lease := self.leases.proven(proof)) is not None:
-            self.waits.of(lease.engine.tenant).merge(waits)
+        if (lease := self.leases.proven(proof)) is not None:
+            lease.generation = generation or lease.generation
+            if waits:
+                self.waits.of(lease.engine.tenant).merge(waits)
         self._admission.settle(client, settled)
         return self._admission.holds.is_unknown(client)
 
@@ -165,6 +175,17 @@ class Clients:
                 handle.commands.send(pb.ShardCommand(revoke=grant.client))
         over = self.world.arrive(handle.registration)
         self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")
+
+    def introduce_all(self, handle: ShardHandle) -> None:
+        """Send a shard of a new placement the clients that there are, before anything that they hold."""
+        for lease, _ in self.leases.silences():
+            if lease.grant is not None:
+                lease.grant.generation = handle.generation
+                grant = pb.Grant()
+                grant.CopyFrom(lease.grant)
+                handle.commands.send(pb.ShardCommand(grant=grant))
+            if self.leases.find(lease.client, lease.epoch) is None:  # it left in between
+                handle.commands.send(pb.ShardCommand(revoke=lease.client))
 
     def place_of(self, proof: Proof) -> pb.Place:
         """See WorldMembership.of; raises LeaseError."""

@@ -13,6 +13,7 @@ from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import WorldMembership
+from lora_server.control.resize import NO_RESIZE, Resize, ResizedParts, ResizeSupport
 from lora_server.control.start import StartState
 from lora_server.registry.versions import Ledger
 from lora_server.slo import NO_CLASSES, SloClasses
@@ -41,13 +42,14 @@ class Controller:
         max_waiters: int = MAX_WAITERS,
         classes: SloClasses = NO_CLASSES,
         events: EventLog | None = None,
+        resize: ResizeSupport = NO_RESIZE,
     ) -> None:
         """`restarted`: an earlier controller of this node may have registered the start-up directory. `fetcher` fetches
         remote adapters; `allowed` restricts the sources of adapters that are added; `ledger` keeps these adapters
         for good, `copies` their files."""
         self.start = start = StartState()
         self.timings = timings
-        self.agreement, self._require_all = agreement, require_all_adapters
+        self._require_all = require_all_adapters
         self.shards = ShardTable(
             agreement.layout, agreement.coordination, timings.shard_silence, clock, agreement.generation
         )
@@ -77,6 +79,13 @@ class Controller:
         members = agreement, self.shards, self.adapters, self.clients, start
         self.arrivals = Arrivals(*members, restarted, listed, timings.twin_wait, clock)
         self.arrivals.on_run = self.drain.settle
+        parts = ResizedParts(self.shards, self.adapters, self.clients, self.arrivals, start)
+        self.resize = Resize(parts, resize, timings, clock)
+
+    @property
+    def agreement(self) -> Agreement:
+        """The settings that the serving shards share."""
+        return self.arrivals.agreement
 
     def not_ready(self) -> str:
         """Return why /readyz says no; empty if it says yes."""
@@ -112,10 +121,10 @@ class Controller:
         elif kind == "stats":
             self.shards.update(handle, report.stats)
         elif kind == "residencies":
-            adapters.sync.moved(handle.shard, report.residencies.moved)
-            if adapters.admission.queue.tickets.any_open:
+            is_serving = adapters.sync.hear(handle, report.residencies.moved)
+            if is_serving and adapters.admission.queue.tickets.any_open:
                 adapters.admission.admit(report.residencies.moved)
         elif kind == "leaving":
             handle.leaving = True
-        elif kind == "client_gone":
+        elif kind == "client_gone" and handle.generation == self.shards.generation:  # else it has moved
             self.clients.gone(handle.shard, report.client_gone.client, report.client_gone.epoch)

@@ -1,6 +1,7 @@
 """Processes of a node; the one package that names concrete backends.
 
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
+  placements      the sets of shards that it runs
   checks          what it checks first, and `doctor`
   startup         says that it starts, and serves           forks      forked from one that has imported all
   rank            leased from the controller              on_ray     nodes as actors of a Ray cluster

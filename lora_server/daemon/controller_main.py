@@ -19,6 +19,7 @@ from lora_server.access.gate import Gate
 from lora_server.access.tls import certificate_of
 from lora_server.adapters import find_adapters, is_adapter
 from lora_server.adapters.scan import escaped, is_text
+from lora_server.address import Address
 from lora_server.config import ProcessConfig
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.resolver import Resolver
@@ -32,6 +33,7 @@ from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.reports.metrics import ControllerCollector
+from lora_server.control.resize import ResizeSupport
 from lora_server.control.rpc.events import EventsService
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
@@ -39,10 +41,12 @@ from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.guard import cannot_listen
 from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
-from lora_server.daemon.processes import Up, say
+from lora_server.daemon.placements import why_fixed
+from lora_server.daemon.processes import RunLayouts, Up, say
 from lora_server.errors import ConfigError
 from lora_server.merge.checkpoint import base_weights
 from lora_server.registry.database import Database, database_of
+from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.registry.versions import Ledger
 from lora_server.slo import NO_CLASSES
 from lora_server.sources.copies import Copies
@@ -65,8 +69,13 @@ class ControllerProcess:
         self._found = self._find_adapters()
         self.database = database_of(config) if database is None else database
         self._stack.callback(self.database.close)
+        resize = self._resize_support()
+        if not resize.refusal:
+            config = config.model_copy(update=self._placed(resize.layouts)._asdict())
         spec = ModelSpec.from_json(config.spec_json)
         agreement = replace(Agreement.of(config, spec), base_weights=base_weights(config.base_model))
+        agreement = replace(agreement, generation=config.generation)
+        resize.run_layouts({config.generation: config.layout})
         events = EventLog()
         self.controller = controller = Controller(
             agreement,
@@ -81,6 +90,7 @@ class ControllerProcess:
             config.timings,
             classes=config.classes or NO_CLASSES,
             events=events,
+            resize=resize,
         )
         self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
         self._stack.callback(self.gate.close)
@@ -117,6 +127,18 @@ class ControllerProcess:
         collector.refusals = control.refused
         self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
+
+    def _resize_support(self) -> ResizeSupport:
+        config, address = self.config, Address(self.config.advertise, self.config.listen.port)
+        layouts = Layouts(self.database, str(address), config.layout)
+        return ResizeSupport(lambda generations: say(RunLayouts(dict(generations))), layouts, why_fixed(config))
+
+    def _placed(self, layouts: Layouts | None) -> PlacedLayout:
+        """Return the layout to serve: that of the flags, or the one that the server was resized to."""
+        placed = PlacedLayout(self.config.layout) if layouts is None else layouts.current()
+        if placed.layout != self.config.layout:
+            log.info("serving the layout that the server was resized to", given=self.config.layout, **placed._asdict())
+        return placed
 
     def _publish(self, events: EventLog) -> EventsService:
         """Publish events until the process stops, unless `--events off`. Raises ConfigError."""

@@ -86,7 +86,7 @@ class Kept:
         registration.instance, registration.epoch = self.instance, self.claim.epoch
         registration.run, registration.registered = self.claim.run, self.claim.registered
         registration.restarts, registration.kept = self.claim.restarts, self.count()
-        registration.generation = self.claim.generation
+        registration.generation = self.claim.generation or registration.generation
         registration.last_handle, registration.last_client = self.last_handle, self.last_client
         registration.gone.extend(sorted(self.gone))
         registration.active.extend(sorted(self.active)[:MOST_ACTIVE])

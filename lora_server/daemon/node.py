@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -26,6 +27,7 @@ from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.forks import ForkServer
 from lora_server.daemon.guard import hold_port
 from lora_server.daemon.http import NodeCollector, listen_http
+from lora_server.daemon.placements import NodeShards, OnFatal, why_fixed
 from lora_server.daemon.processes import Child
 from lora_server.daemon.rank import LeasedRank
 from lora_server.daemon.run_directory import locked_data, run_directory
@@ -53,7 +55,8 @@ class Node:
         self.stopped = threading.Event()
         self.failure: LoraServerError | None = None
         self._stack = contextlib.ExitStack()
-        self._children: list[Child] = []
+        self._controller: Child | None = None
+        self._shards: NodeShards | None = None
         try:
             self._start()
         except BaseException:
@@ -67,20 +70,21 @@ class Node:
         self._stack.enter_context(locked_data(self.config.data_dir, self.config.node_rank))
         run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
         ports = self._stack.enter_context(contextlib.ExitStack())  # free once the children ended
-        self._stack.callback(lambda: processes.stop(self._children, self.config.timings.stop))
+        self._stack.callback(self._stop_children)
         self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
             layout, certificate = process.replicated, certificate_of(process)
-            collector = NodeCollector(self.spec, layout, process.node_rank, self._restarts, certificate)
+            self._shards = shards = NodeShards(process, self._start_shard, self._fail)
+            collector = NodeCollector(self.spec, layout, process.node_rank, shards.restarts, certificate)
             gate = RemoteGate(process.controller, process)
             not_ready = functools.partial(self._not_up, process)
             http = listen_http(process, self._stack, not_ready, collector, gate=gate, certificate=certificate)
             update = {"http": process.http._replace(port=http.port)}
             self._watch(process.model_copy(update=update), process.controller)
-            self._start_shards(process)
+            shards.run({1: process.layout})
             return
         held: dict[str, object] = {
             name: hold_port(f"--{name}", getattr(process, name), ports) for name in ("listen", "http")
@@ -90,10 +94,12 @@ class Node:
         process = process.model_copy(update=held)
         if not process.has_standby or process.controller is None:
             process = process.model_copy(update={"controller": ControllerList((process.listen.local(),))})
-        controller = self._run("controller", _controller_module(process), process)
-        if not process.standby:
-            self._start_shards(process)
-        controller.wait_up(process.timings.node_up)
+        self._shards = shards = NodeShards(process, self._start_shard, self._fail)
+        on_layouts = None if why_fixed(process) else shards.run
+        self._controller = self._start_child("controller", _controller_module(process), process, self._fail, on_layouts)
+        if on_layouts is None and not process.standby:
+            shards.run({1: process.layout})
+        self._controller.wait_up(process.timings.node_up)
         assert process.controller is not None
         if not process.standby:
             self._watch(process, process.controller)
@@ -108,20 +114,25 @@ class Node:
         startup = Startup(process, controller, self.stopped, self._fail)
         self._stack.callback(startup.close)
 
-    def _start_shards(self, process: ProcessConfig) -> None:
-        layout = process.replicated
-        for shard in process.local_shards:
-            name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
-            self._run(name, SHARD, process.model_copy(update={"shard": shard}))
+    def _start_shard(self, name: str, process: ProcessConfig, on_fatal: OnFatal) -> Child:
+        return self._start_child(name, SHARD, process, on_fatal)
 
-    def _run(self, name: str, module: str, process: ProcessConfig) -> Child:
-        child = Child(name, module, self._forks, process, self._fail, self._stop, process.timings)
-        self._children.append(child)
+    def _start_child(
+        self,
+        name: str,
+        module: str,
+        process: ProcessConfig,
+        on_fatal: OnFatal,
+        on_layouts: Callable[[Mapping[int, str]], None] | None = None,
+    ) -> Child:
+        child = Child(name, module, self._forks, process, on_fatal, self._stop, on_layouts)
         child.start()
         return child
 
-    def _restarts(self) -> dict[int, int]:
-        return {child.config.shard: child.restarts for child in self._children}
+    def _stop_children(self) -> None:
+        controller = [self._controller] if self._controller is not None else []
+        shards = self._shards.close() if self._shards is not None else []
+        processes.stop([*controller, *shards], self.config.timings.stop)
 
     def _fail(self, reason: LoraServerError) -> None:
         self.failure = self.failure or reason

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO
 
 import msgspec
@@ -21,7 +21,7 @@ from lora_server.config import ProcessConfig
 from lora_server.daemon.forked import Piped
 from lora_server.daemon.forks import ForkServer
 from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
-from lora_server.timings import DEFAULTS, Timings
+from lora_server.timings import Timings
 
 EXIT_FAILED, EXIT_REFUSED = 1, 78
 MAX_FAILED_STARTS = 5  # of one that never was up
@@ -29,15 +29,22 @@ ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 log = structlog.get_logger()
 
 
-class Up(msgspec.Struct):
-    """A child's one message on stdout: it is up, or why it cannot be."""
+class Up(msgspec.Struct, tag=True):
+    """A child's message on stdout: it is up, or why it cannot be."""
 
     refused: str = ""
 
 
-def say(up: Up) -> None:
-    """Send the message; called by the child."""
-    sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
+class RunLayouts(msgspec.Struct, tag=True):
+    """A controller's message on stdout: the layouts whose shards its node runs, by the generation of their
+    placement."""
+
+    layouts: dict[int, str]
+
+
+def say(message: Up | RunLayouts) -> None:
+    """Send a message; called by the child."""
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -88,10 +95,11 @@ class Child:
         config: ProcessConfig,
         on_fatal: Callable[[LoraServerError], None],
         node_stops: threading.Event,
-        timings: Timings = DEFAULTS,
+        on_layouts: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
-        self.name, self.config, self._timings = name, config, timings
-        self._on_fatal, self._node_stops = on_fatal, node_stops
+        """`on_layouts`: of a controller, called with the layouts of its messages."""
+        self.name, self.config = name, config
+        self._on_fatal, self._node_stops, self._on_layouts = on_fatal, node_stops, on_layouts
         self._current = CurrentProcess(name, module, forks)
         self.restarts = 0
         self._answered = threading.Event()
@@ -111,7 +119,7 @@ class Child:
             raise ConfigError(self._up.refused if self._up is not None else f"{self.name}: died at its start")
 
     def _keep_alive(self) -> None:
-        failed_starts, last_up, timings, stopping = 0, 0.0, self._timings, self._current.stopping
+        failed_starts, last_up, timings, stopping = 0, 0.0, self.config.timings, self._current.stopping
         while not stopping.is_set():
             started = time.monotonic()
             up, code = self._run_once()
@@ -154,10 +162,15 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
-        up = _first_words(process.stdout)
-        if up is not None and self._up is None:
-            self._up = up
-            self._answered.set()
+        up = None
+        for message in _messages(process.stdout):
+            if isinstance(message, Up):
+                up, self._up = message, self._up or message
+                self._answered.set()
+                if self._on_layouts is None:
+                    break
+            elif self._on_layouts is not None:
+                self._on_layouts(message.layouts)
         code = process.wait()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
@@ -175,12 +188,11 @@ class Child:
             self._thread.join()
 
 
-def _first_words(stream: IO[bytes]) -> Up | None:
-    """Return a child's message, skipping lines that a library printed; None where the child ended first."""
+def _messages(stream: IO[bytes]) -> Iterator[Up | RunLayouts]:
+    """Yield a child's messages until it ends, skipping lines that a library printed."""
     for line in stream:
         with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(line, type=Up)
-    return None
+            yield msgspec.json.decode(line, type=Up | RunLayouts)
 
 
 def stop(children: list[Child], seconds: float = Timings.stop) -> None:

@@ -127,6 +127,7 @@ class ShardProcess:
         return pb.Registration(
             shard=config.shard,
             node=config.node_rank,
+            generation=config.generation,
             pid=os.getpid(),
             agreement=agreement,
             endpoint=self.listeners.endpoint,

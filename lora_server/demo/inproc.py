@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from client_connector.moves import MoveSlot
 from client_connector.session import Server, Session
 from lora_server.adapters import validate_adapter
 from lora_server.daemon import backends
@@ -105,7 +106,7 @@ class _InprocSession(Session):
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
             shard.port.hold(client, [held.handle for held in server.held.values()])
-        self.links = server.connect(Hello(client, 1, b""))
+        self.links, self.moves = server.connect(Hello(client, 1, b"")), MoveSlot()
 
     @override
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:

@@ -305,24 +305,38 @@ class Proof(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("proof", "settled", "lacking", "waits")
+    __slots__ = ("proof", "settled", "lacking", "waits", "generation")
     PROOF_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     proof: Proof
     settled: _containers.RepeatedScalarFieldContainer[int]
     lacking: _containers.RepeatedScalarFieldContainer[int]
     waits: _containers.RepeatedCompositeFieldContainer[PhaseStats]
-    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ...) -> None: ...
+    generation: int
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("forgot", "endpoints")
+    __slots__ = ("forgot", "endpoints", "move")
     FORGOT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     forgot: bool
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, forgot: bool = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    move: Move
+    def __init__(self, forgot: bool = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("generation", "layout", "endpoints")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    layout: str
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, generation: _Optional[int] = ..., layout: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("proof", "unanswered")
@@ -514,6 +528,38 @@ class ResumeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ResizeRequest(_message.Message):
+    __slots__ = ("layout", "seconds")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    seconds: float
+    def __init__(self, layout: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ResizeReply(_message.Message):
+    __slots__ = ("generation", "moved", "ended", "seconds")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    moved: int
+    ended: int
+    seconds: float
+    def __init__(self, generation: _Optional[int] = ..., moved: _Optional[int] = ..., ended: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ResizeStatus(_message.Message):
+    __slots__ = ("state", "layout", "done", "total")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    layout: str
+    done: int
+    total: int
+    def __init__(self, state: _Optional[str] = ..., layout: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -543,7 +589,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., lost_since: _Optional[float] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining", "replicas", "degraded", "version", "now")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining", "replicas", "degraded", "version", "now", "resize")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -568,6 +614,7 @@ class StatusReply(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -592,7 +639,8 @@ class StatusReply(_message.Message):
     degraded: str
     version: str
     now: float
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ..., version: _Optional[str] = ..., now: _Optional[float] = ...) -> None: ...
+    resize: ResizeStatus
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ..., version: _Optional[str] = ..., now: _Optional[float] = ..., resize: _Optional[_Union[ResizeStatus, _Mapping]] = ...) -> None: ...
 
 class DrainingStatus(_message.Message):
     __slots__ = ("name", "version", "clients", "serves", "merged_in")

@@ -983,6 +983,11 @@ class ServerStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/lora_server.v1.Server/Resize',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResizeReply.FromString,
+                _registered_method=True)
 
 
 class ServerServicer(object):
@@ -1008,6 +1013,14 @@ class ServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Serve from shards of another layout: started beside those there are, loaded, and then the clients move to them. An
+        error changes nothing: those there are serve on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1025,6 +1038,11 @@ def add_ServerServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResizeRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResizeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1108,6 +1126,33 @@ class Server(object):
             '/lora_server.v1.Server/Resume',
             lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Server/Resize',
+            lora__server_dot_wire_dot_lora__server__pb2.ResizeRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ResizeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -150,9 +150,8 @@ def test_a_child_that_cannot_be_forked_is_tried_again(server):
             raise ServerUnavailableError("no process is left")
 
     failed = threading.Event()
-    config = ProcessConfig.model_construct(threads=1)
-    on_fatal, soon = lambda reason: failed.set(), Timings(restart_pause=0.0)
-    child = Child("a child", CHILD, Broken([]), config, on_fatal, threading.Event(), soon)
+    config = ProcessConfig.model_construct(threads=1, timings=Timings(restart_pause=0.0))
+    child = Child("a child", CHILD, Broken([]), config, lambda reason: failed.set(), threading.Event())
     child.start()
     assert failed.wait(HANG_SECONDS) and tried == [CHILD] * processes.MAX_FAILED_STARTS
     processes.stop([child])

@@ -1,7 +1,8 @@
 """An engine that generates and checks itself until it is killed: `python -m tests.support.checking_engine JOB.json`.
 
 SIGTERM ends it after the round under way. One JSON line per round: when it ended, what came of it ("right", "wrong",
-the code of a typed error, or "untyped ..."), and how many descriptors and shared regions the process has.
+the code of a typed error, or "untyped ..."), the longest time (s) between two answers of shards since the last line,
+and how many descriptors and shared regions the process has.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from client_connector.exchange import StepTimes
 from client_connector.transformers import attach
 from lora_server import logs
 from lora_server.demo.engine import EngineAnswer, Sequence, generate, load_model
@@ -31,6 +33,22 @@ class CheckingJob(msgspec.Struct):
     timeout_seconds: float
     batch: list[Sequence]
     expected: list[EngineAnswer]
+
+
+class Gaps:
+    """The longest time between two answers of shards."""
+
+    def __init__(self) -> None:
+        self._last, self._longest = 0, 0
+
+    def note(self, times: StepTimes) -> None:
+        if self._last:
+            self._longest = max(self._longest, times.arrived_ns - self._last)
+        self._last = times.arrived_ns
+
+    def take(self) -> float:
+        longest, self._longest = self._longest, 0
+        return longest * 1e-9
 
 
 def held() -> dict[str, int]:
@@ -56,7 +74,9 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     kept = []  # tracebacks, as an application that logs its errors late would keep them
+    gaps = Gaps()
     with attach(model, server=job.server, transport=job.transport, timeout_seconds=job.timeout_seconds) as lora:
+        lora.observe(gaps.note)
         while not ended.is_set():
             try:
                 with lora.adapters(names):
@@ -66,7 +86,7 @@ def main() -> None:
                 outcome = error.code
             except Exception as error:
                 outcome = f"untyped {error!r}"
-            print(json.dumps({"at": time.time(), "outcome": outcome, **held()}), flush=True)
+            print(json.dumps({"at": time.time(), "outcome": outcome, "gap": gaps.take(), **held()}), flush=True)
             if outcome != "right":
                 time.sleep(0.05)  # do not hammer a server that is away
 

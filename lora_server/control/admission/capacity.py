@@ -68,6 +68,11 @@ class PoolCapacity:
         pinned = f", of which {beside[shard]} are pinned" if beside[shard] else ""
         return f"{taken[shard]} bytes are needed together on shard {shard}, and its pool has {limits[shard]}{pinned}"
 
+    def move_to(self, sizes: PoolSizes) -> None:
+        """Count by the pools of other shards from now on."""
+        self.sizes, self._summed = sizes, -1
+        self._add_up()
+
     def takes_place(self, handles: Set[int]) -> bool:
         """Return whether these fit, and are measured, and not all of them are in use."""
         return not handles <= self.in_use and self.sizes.unmeasured(handles) is None and not self.lacking(handles)

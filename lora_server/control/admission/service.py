@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from lora_server.control.admission.tally import Tally
 from lora_server.control.admission.tickets import AdmissionClasses, TicketLoads
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle, SharedCommand
-from lora_server.control.sync.residency import ResidencyTable
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import AdapterLoadError, UnknownAdapterError, rebuild
+from lora_server.control.sync.sizes import PoolSizes
+from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError, rebuild
 from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -41,6 +41,7 @@ class AdmissionAnswer(NamedTuple):
 
 
 CheckInUse = Callable[[set[str]], None]  # of a tenant's names that clients hold, and those that any waits for; raises
+MOST_NAMED = 5  # adapters of an error
 log = structlog.get_logger()
 
 
@@ -77,15 +78,18 @@ class AdmissionService:
             with sync.lock:
                 sync.shards.tell(command)
 
+        def seconds_left(handle: int) -> float:
+            return sync.residency.seconds_left(handle)
+
         self.holds = ClientHolds(changed)
         self.queue = AdmissionQueue(
-            partial(_resolve, catalog, sync.residency),
+            partial(_resolve, catalog, sync),
             PoolCapacity(most_active, sync.sizes),
             self.holds,
             HoldUpdates(tell, self._changed),
             clock=clock.now,
             tickets=TicketTable(AdmissionOrder(timings.first_in_queue)),
-            loads=TicketLoads(sync.residency.seconds_left, timings.loading),
+            loads=TicketLoads(seconds_left, timings.loading),
             counters=AdmissionCounters(events or EventLog(clock)),
         )
         self.cut_offs = CutOffs(catalog, self.holds, clock, merged_in)
@@ -187,6 +191,36 @@ class AdmissionService:
                 handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(holds=[holds]))))
             self.admit()
 
+    def active(self) -> set[int]:
+        """Return the handles that have a place: in use, or pinned."""
+        with self._changed:
+            return set(self.queue.capacity.active)
+
+    def require_fit(self, sizes: PoolSizes, handles: Set[int], layout: str) -> None:
+        """Raise ConfigError where these, and the pinned adapters, cannot have places together in the pools of
+        `sizes`."""
+        with self._changed:
+            capacity = PoolCapacity(self.queue.capacity.most, sizes)
+            capacity.pinned = self.queue.capacity.pinned
+            if reason := capacity.too_large(handles):
+                names = sorted(filter(None, (name_of(self._catalog, handle) for handle in handles)))
+                shown = ", ".join(names[:MOST_NAMED]) + (" and others" if len(names) > MOST_NAMED else "")
+                raise ConfigError(
+                    f"--layout: got {layout}, in which there is no place for {shown}: {reason}; the server serves on "
+                    "as it did: choose more shards, unpin adapters, or start it with a larger --device-pool"
+                )
+
+    def swap(self, other: ShardSync, layout: str) -> None:
+        """Admit by the pools of the other placement's shards from now on, and serve from these.
+
+        Raises ConfigError, and changes nothing, where what is in use does not fit there.
+        """
+        with self._changed:
+            self.require_fit(other.sizes, self.active(), layout)
+            self._sync.swap(other)
+            self.queue.capacity.move_to(self._sync.sizes)
+            self.admit()
+
     def is_behind(self, shard: int) -> bool:
         """Return whether a shard still loads what is in use, and a twin of it has it."""
         with self._changed:
@@ -256,11 +290,11 @@ class AdmissionService:
                 self.queue.answer({handle: UnknownAdapterError("it was removed while it loaded; add it again")})
 
 
-def _resolve(catalog: AdapterCatalog, residency: ResidencyTable, names: Sequence[str]) -> list[int]:
+def _resolve(catalog: AdapterCatalog, sync: ShardSync, names: Sequence[str]) -> list[int]:
     """Return the handles of names. Raises UnknownAdapterError, AdapterLoadError."""
     records = [catalog.named(name) for name in names]
     for record in records:
-        if error := residency.error(record.handle):
+        if error := sync.residency.error(record.handle):
             raise AdapterLoadError(f"adapter {record.name!r}: {error}")
     return [record.handle for record in records]
 

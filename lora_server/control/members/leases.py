@@ -52,6 +52,7 @@ class ClientLease:
     engine: EngineTraits = NO_TRAITS
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     grant: pb.Grant | None = None  # as shards were sent it
+    generation: int = 0  # of the placement that its steps go by; 0: it pushes none, or joined an earlier controller
     replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
     calls: Counts = field(default_factory=Counts)
 
@@ -110,6 +111,11 @@ class Leases:
                     self._leases[grant.client] = lease
                     adopted.append(grant)
         return adopted
+
+    def behind(self, generation: int) -> list[ClientLease]:
+        """Return the clients whose steps go by an earlier placement."""
+        with self._lock:
+            return [lease for lease in self._leases.values() if 0 < lease.generation < generation]
 
     def merged_in(self, version: str) -> set[int]:
         """Return the clients whose base weights contain an adapter version."""

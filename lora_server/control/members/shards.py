@@ -188,6 +188,7 @@ class ShardHandle:
     def __init__(self, registration: pb.Registration) -> None:
         self.registration = registration
         self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.generation = registration.generation  # of its placement
         self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
         self.leaving = False  # it said that it stops
@@ -198,17 +199,19 @@ class ShardHandle:
 
 @dataclass
 class ShardRank:
-    """What stays known of a shard's number when its process ends: its newest claim, and the process that was lost."""
+    """What stays known of a shard's number when its process ends: its newest claim, its restarts (-1 until its first
+    process registers), and the process that was lost."""
 
     claim: int = 0
+    restarts: int = -1
     lost: ShardHandle | None = None
 
 
 class ShardTable:
     """The shards of the layout, as far as they are up. Thread-safe.
 
-    Each rank has one claimant at a time, and a shard that replaces another gets a higher claim. `restarts` counts the
-    replacements of each rank; -1 until its first shard registers.
+    Each rank has one claimant at a time, and a shard that replaces another gets a higher claim. While the server is
+    resized, `beside` has the shards of the other placement, which are sent every broadcast, too.
     """
 
     def __init__(
@@ -225,8 +228,8 @@ class ShardTable:
         self._live: dict[int, ShardHandle] = {}
         self._told: SharedCommand | None = None  # the last command to all of them
         self.closed = False
-        self._ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
-        self.restarts: dict[int, int] = dict.fromkeys(range(layout.num_shards), -1)
+        self.ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
+        self.beside: ShardTable | None = None
         self._guard = threading.RLock()
 
     def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
@@ -244,7 +247,8 @@ class ShardTable:
                     f"shard {shard}: got a claim of placement generation {registration.generation}, expected "
                     f"{self.generation}; pid {handle.pid} of node {handle.node} ends and is started again"
                 )
-            older, newest = self._live.get(shard), self._ranks[shard].claim
+            handle.generation = self.generation
+            older, newest = self._live.get(shard), self.ranks[shard].claim
             comes_back = older is not None and older.registration.instance == registration.instance
             usurped = not settled and older is not None and not older.registration.epoch and bool(registration.epoch)
             if registration.epoch and registration.epoch < newest and not usurped and not comes_back:
@@ -265,22 +269,22 @@ class ShardTable:
     def _claim(self, handle: ShardHandle, itself: ShardHandle | None) -> None:
         """Give a shard its claim. Later claims are higher, also those of later controllers."""
         shard, registration = handle.shard, handle.registration
-        newest = self._ranks[shard].claim
+        newest, restarts = self.ranks[shard].claim, self.ranks[shard].restarts
         if registration.epoch >= newest and registration.epoch:
             handle.epoch = registration.epoch
         elif itself is not None:
             handle.epoch = itself.epoch
         else:
             handle.epoch = max(newest + 1, int(self._clock.time()))
-        self._ranks[shard] = ShardRank(handle.epoch)
-        known = max(self.restarts[shard], registration.restarts if registration.epoch else -1)
-        self.restarts[shard] = known if registration.epoch or itself is not None else known + 1
+        known = max(restarts, registration.restarts if registration.epoch else -1)
+        restarts = known if registration.epoch or itself is not None else known + 1
+        self.ranks[shard] = ShardRank(handle.epoch, restarts)
 
     def close(self) -> None:
         """End every stream and every wait, since the server stops."""
         with self._guard:
             self.closed = True
-            live = list(self._live.values())
+            live = _sent_to(self)
         for handle in live:
             handle.commands.close()
 
@@ -290,7 +294,7 @@ class ShardTable:
             current = self._live.get(handle.shard) is handle
             if current:
                 del self._live[handle.shard]
-                self._ranks[handle.shard].lost = None if handle.leaving else handle
+                self.ranks[handle.shard].lost = None if handle.leaving else handle
             twin_is_up = any(twin in self._live for twin in self.layout.twins(handle.shard) if twin != handle.shard)
         handle.commands.close(twin_is_up)
         return current
@@ -326,7 +330,7 @@ class ShardTable:
         """Return the shards that ended without notice, or are silent, and when each was last heard (time.time())."""
         with self._guard:
             silent = {shard: handle for shard, handle in self._live.items() if self._is_silent(handle)}
-            gone = {shard: rank.lost for shard, rank in self._ranks.items() if rank.lost is not None}
+            gone = {shard: rank.lost for shard, rank in self.ranks.items() if rank.lost is not None}
             ago = self._clock.time() - self._clock.now()
             return {shard: (handle, ago + handle.heard) for shard, handle in (gone | silent).items()}
 
@@ -356,17 +360,38 @@ class ShardTable:
 
     def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
         """Send a command to every live shard."""
-        shared = SharedCommand(command, has_outcome=True)
-        return [handle.commands.send(shared) for handle in self.live().values()]
+        shared, sent = SharedCommand(command, has_outcome=True), []
+        for handle in _sent_to(self):
+            pending = handle.commands.send(shared)
+            if handle.generation == self.generation:
+                sent.append(pending)
+        return sent
 
     def tell(self, command: pb.ShardCommand) -> None:
         """Send every live shard a command that has no outcome; changes of holds may join an earlier one."""
         with self._guard:
-            if self._told is not None and command.HasField("uses") and self._told.add(command.uses):
+            joins = self.beside is None and self._told is not None and command.HasField("uses")
+            if joins and self._told is not None and self._told.add(command.uses):
                 return
             self._told = SharedCommand(command)
-            for handle in self._live.values():
+            for handle in _sent_to(self):
                 handle.commands.tell(self._told)
+
+
+def _sent_to(table: ShardTable) -> list[ShardHandle]:
+    """Return the live shards of a table, then those of the placement beside it."""
+    with table._guard:
+        beside = table.beside
+        return [*table.live().values(), *(beside.live().values() if beside is not None else ())]
+
+
+def swap(one: ShardTable, other: ShardTable) -> None:
+    """Give each of two tables the placement and the shards of the other."""
+    with one._guard, other._guard:
+        one.layout, other.layout = other.layout, one.layout
+        one.generation, other.generation = other.generation, one.generation
+        one.ranks, other.ranks = other.ranks, one.ranks
+        one._live, other._live = other._live, one._live
 
 
 def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:

@@ -21,6 +21,7 @@ from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.control.reports.durations import Durations, durations
 from lora_server.control.reports.metrics_disk import disk_metrics
 from lora_server.control.reports.metrics_tenant import request_waits, tenant_metrics
+from lora_server.control.resize import OUTCOMES
 from lora_server.errors import AdapterFormatError, AdmissionError
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -68,13 +69,20 @@ class ControllerCollector(Collector):
         missing = set(controller.shards.missing())
         up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])
         restarts = CounterMetricFamily("lora_server_shard_restarts", "Restarts of a shard", labels=["shard"])
-        for shard, count in controller.shards.restarts.items():
+        for shard, rank in controller.shards.ranks.items():
             up.add_metric([str(shard)], float(shard not in missing))
-            restarts.add_metric([str(shard)], max(0, count))
+            restarts.add_metric([str(shard)], max(0, rank.restarts))
         degraded = GaugeMetricFamily(
             "lora_server_degraded_shards", "Shards that are down while their twins serve", len(controller.degraded)
         )
         yield from (up, restarts, degraded)
+        yield GaugeMetricFamily(
+            "lora_server_placement_generation", "Generation of the placement", controller.shards.generation
+        )
+        resizes = CounterMetricFamily("lora_server_resizes", "Resizes, by how they ended", labels=["outcome"])
+        for outcome in OUTCOMES:
+            resizes.add_metric([outcome], controller.resize.outcomes[outcome])
+        yield resizes
         for name, text, device, host in _POOLS:
             pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
             for shard, stats in reported.items():

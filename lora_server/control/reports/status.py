@@ -50,6 +50,7 @@ def status(controller: Controller) -> pb.StatusReply:
         joined=_joined(controller),
         slo_classes=_slo_classes(adapters.admission),
         draining=_draining(controller),
+        resize=controller.resize.status(),
     )
 
 
@@ -91,11 +92,11 @@ def _slo_classes(admission: AdmissionService) -> list[pb.SloClassStatus]:
 def _shards(controller: Controller) -> list[pb.ShardStatus]:
     layout, rows = controller.agreement.layout, []
     live, missing, lost = controller.shards.live(), set(controller.shards.missing()), controller.shards.lost()
-    for shard, count in controller.shards.restarts.items():
+    for shard, rank in controller.shards.ranks.items():
         row = pb.ShardStatus(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
         row.replica = shard // layout.width
         row.state = "starting" if shard in missing else "up"
-        row.restarts = max(0, count)
+        row.restarts = max(0, rank.restarts)
         if shard in live:
             row.node, row.pid = live[shard].node, live[shard].pid
             row.stats.CopyFrom(live[shard].stats)

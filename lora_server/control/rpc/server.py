@@ -150,7 +150,7 @@ class ControlServer:
             [
                 _methods("Adapters", adapters, gate, adds, List=reads, Get=reads, Remove=changes, Unpin=changes),
                 _methods("Clients", clients, gate, leases, Join=joins, Borrow=joins, Await=waits),
-                _methods("Server", ServerService(controller, scopes), gate, reads, Drain=access),
+                _methods("Server", ServerService(controller, scopes), gate, reads, Drain=access, Resize=access),
                 _methods("Events", events or EventsService(EventLog(), ""), gate, reads),
                 _methods("Access", access_service, gate, access, WhoIs=reads),
             ]

@@ -18,7 +18,7 @@ from lora_server.control.reports.status import status
 from lora_server.control.rpc.calls import Refusals
 from lora_server.control.rpc.holds import HoldCalls
 from lora_server.control.rpc.scope import Scopes, cut_adapter, cut_page, cut_status
-from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError
+from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError, ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import lend
 from lora_server.wire.terms import Proof
@@ -128,6 +128,9 @@ class ClientsService:
             )
         engine = EngineTraits(tuple(request.served_names), who.tenant, who.token, slo.name, request.merged)
         lease, live = self._clients.join(request.instance, engine, asked, request.pushes, tenant.weight, slo.step_us)
+        if any(handle.generation != agreement.generation for handle in live.values()):
+            self._clients.end(lease.client, lease.epoch)
+            raise ServerUnavailableError("the server was resized meanwhile: join again")
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
         catalog = self._controller.adapters.catalog
@@ -162,10 +165,12 @@ class ClientsService:
 
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
         proof = self._own(request, who)
-        forgot = self._clients.heartbeat(proof, request.settled, request.waits)
+        forgot = self._clients.heartbeat(proof, request.settled, request.waits, request.generation)
         up = self._clients.twins.offer(proof.client, request.lacking)
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
-        return pb.HeartbeatReply(forgot=forgot, endpoints=[one.registration.endpoint for one in level])
+        endpoints = [one.registration.endpoint for one in level]
+        move = self._controller.resize.move_for(request.generation)
+        return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
         self._clients.leave(self._own(request, who), request.unanswered)
@@ -246,6 +251,9 @@ class ServerService:
     def Resume(self, request: pb.ResumeRequest, who: Identity) -> pb.ResumeReply:
         self._controller.drain.resume()
         return pb.ResumeReply()
+
+    def Resize(self, request: pb.ResizeRequest, who: Identity) -> pb.ResizeReply:
+        return self._controller.resize.run(request.layout, request.seconds)
 
 
 class HealthService:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import structlog
@@ -12,7 +12,7 @@ from lora_server.control.adapters.catalog import AdapterCatalog
 from lora_server.control.adapters.records import Record
 from lora_server.control.events.log import EventLog
 from lora_server.control.events.residency import ResidencyNews
-from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable, SharedCommand
+from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable, SharedCommand, swap
 from lora_server.control.start import StartState
 from lora_server.control.sync.prewarm import Prewarm
 from lora_server.control.sync.residency import ResidencyTable
@@ -36,30 +36,29 @@ class PrewarmCommands:
         catalog: AdapterCatalog,
         start: StartState,
         lock: threading.RLock,
-        num_shards: int,
         changed: Callable[[Record], object],
     ) -> None:
         """`changed` is called when a load that was decided on has ended."""
-        self._prewarm, self._shards, self._catalog, self._start, self._lock = prewarm, shards, catalog, start, lock
-        self._num_shards, self._changed = num_shards, changed
+        self.prewarm, self._shards, self._catalog, self._start, self._lock = prewarm, shards, catalog, start, lock
+        self._changed = changed
 
     def send(self) -> None:
         """Decide, and send what was decided, once all shards are there."""
-        if not self._prewarm.is_due or not self._start.settled.is_set():
+        if not self.prewarm.is_due or not self._start.settled.is_set():
             return
         live = self._shards.live()
-        if len(live) < self._num_shards:
+        if len(live) < self._shards.layout.num_shards:
             return
-        for load in self._prewarm.decide(self._is_listed):
+        for load in self.prewarm.decide(self._is_listed):
             for shard in load.shards:
                 command = pb.ShardCommand(bring=load.handle)
-                live[shard].commands.send(command, partial(self._answered, load.handle, shard))
+                live[shard].commands.send(command, partial(self._answered, self.prewarm, load.handle, shard))
 
-    def _answered(self, handle: int, shard: int, _: LoraServerError | None) -> None:
+    def _answered(self, prewarm: Prewarm, handle: int, shard: int, _: LoraServerError | None) -> None:
         """Take the outcome; what a shard did not load is loaded when a request asks."""
         with self._lock:
             if (record := self._catalog.by_handle(handle)) is not None:
-                self._prewarm.answered(handle, shard)
+                prewarm.answered(handle, shard)
                 self._changed(record)
             self.send()
 
@@ -73,18 +72,26 @@ class ShardSync:
 
     `lock` orders commands: no shard loads an adapter after it was told to drop it. Hold it around a change of the
     catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.
+    While the server is resized, `beside` does the same for the shards of the other placement, under the same lock.
     """
 
+    beside: ShardSync | None = None
+
     def __init__(
-        self, shards: ShardTable, catalog: AdapterCatalog, start: StartState, placement: Placement, events: EventLog
+        self,
+        shards: ShardTable,
+        catalog: AdapterCatalog,
+        start: StartState,
+        placement: Placement,
+        events: EventLog,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.shards, self._catalog, self._start = shards, catalog, start
         self.residency, self.sizes = ResidencyTable(placement), PoolSizes(placement.layout.num_shards)
         self.prewarm, self._news = Prewarm(self.residency, self.sizes), ResidencyNews(events)
-        self.lock = threading.RLock()
-        num_shards = self.residency.num_shards
-        self.spread = AdapterSpread(num_shards)
-        self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, num_shards, self._publish)
+        self.lock = threading.RLock() if lock is None else lock
+        self.spread = AdapterSpread(placement.layout.num_shards)
+        self._prewarming = PrewarmCommands(self.prewarm, shards, catalog, start, self.lock, self._publish)
         self.sends = False  # shards of other nodes get files from here; otherwise all nodes see them
 
     # -- commands
@@ -117,10 +124,14 @@ class ShardSync:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
         files, and load it where there is room, or when a step needs it."""
         with self.lock:
-            self.spread.tell([record.handle])
             load = self._message(record)
             load.eager = eager
             shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
+            if (beside := self.beside) is not None:
+                beside.spread.tell([record.handle])
+                for handle in beside.shards.live().values():
+                    beside._load_on(handle, record, shared)
+            self.spread.tell([record.handle])
             return [self._load_on(handle, record, shared) for handle in self.shards.live().values()]
 
     def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
@@ -131,20 +142,27 @@ class ShardSync:
             own = pb.ShardCommand(load=load)  # a copy
             own.load.size = size
             shared = SharedCommand(own, has_outcome=True)
-        return handle.commands.send(shared, partial(self._loaded, handle.shard, record))
+        return handle.commands.send(shared, partial(self._loaded, handle, record))
 
-    def _loaded(self, shard: int, record: Record, error: LoraServerError | None) -> None:
+    def _loaded(self, handle: ShardHandle, record: Record, error: LoraServerError | None) -> None:
         """Take the outcome of a load. A shard's death is none: its successor is told again."""
         with self.lock:
-            if self._catalog.by_handle(record.handle) is None:
-                return
-            if error is None:
-                self.residency.opened(record.handle, shard)
-            elif self._catalog.is_listed(record) and not isinstance(error, ShardUnavailableError):
-                self.residency.opened(record.handle, shard, str(error))
-                log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
-            self._note(record, shard)
-            self._prewarming.send()
+            if (owner := self.of(handle)) is not None and self._catalog.by_handle(record.handle) is not None:
+                owner._note_load(handle.shard, record, error)
+
+    def of(self, handle: ShardHandle) -> ShardSync | None:
+        """Return the one that keeps what a shard has, None where its placement is over. Call it under the lock."""
+        both = (self, self.beside)
+        return next((one for one in both if one and one.shards.generation == handle.generation), None)
+
+    def _note_load(self, shard: int, record: Record, error: LoraServerError | None) -> None:
+        if error is None:
+            self.residency.opened(record.handle, shard)
+        elif self._catalog.is_listed(record) and not isinstance(error, ShardUnavailableError):
+            self.residency.opened(record.handle, shard, str(error))
+            log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
+        self._note(record, shard)
+        self._prewarming.send()
 
     def _message(self, record: Record) -> pb.Load:
         return pb.Load(
@@ -180,18 +198,20 @@ class ShardSync:
     def drop(self, handle: int) -> None:
         """Have every shard drop an adapter that is not in the catalog any more."""
         with self.lock:
-            self.prewarm.forget(handle)
-            self.residency.forget(handle)
-            self.sizes.forget(handle)
-            self.spread.forget(handle)
-            self._news.forget(handle)
+            for one in filter(None, (self, self.beside)):
+                one.prewarm.forget(handle)
+                one.residency.forget(handle)
+                one.sizes.forget(handle)
+                one.spread.forget(handle)
+                one._news.forget(handle)
             self.broadcast(pb.ShardCommand(drop=handle))
             self._prewarming.send()
 
     # -- shards that register, and report
 
-    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
-        """Take what a shard that registered has; it drops what is not in the catalog, and loads what it lacks.
+    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept], first: Collection[int] = ()) -> None:
+        """Take what a shard that registered has; it drops what is not in the catalog, and loads what it lacks, with
+        these handles before all others.
 
         Before all shards have registered no shard's lack is known: see `settle`.
         """
@@ -210,7 +230,7 @@ class ShardSync:
                     self.residency.report(handle.shard, pb.Residency(handle=known.handle, layers=one.layers))
                     self._note(known, handle.shard)
             if self._start.settled.is_set():
-                self._load_all_on(handle)
+                self._load_all_on(handle, first)
             if self._start.registered.is_set():
                 handle.commands.send(pb.ShardCommand(refused=self._catalog.refusals.tell()))
 
@@ -233,15 +253,36 @@ class ShardSync:
             if self._start.registered.is_set():
                 self.tell_refused()
 
-    def _load_all_on(self, handle: ShardHandle) -> None:
-        records = self._catalog.records()
+    def swap(self, other: ShardSync) -> None:
+        """Exchange placements, shards and what they have with `other`."""
+        with self.lock:
+            swap(self.shards, other.shards)
+            self.residency, other.residency = other.residency, self.residency
+            self.sizes, other.sizes = other.sizes, self.sizes
+            self.spread, other.spread = other.spread, self.spread
+            self.prewarm, other.prewarm = other.prewarm, self.prewarm
+            for one in (self, other):
+                one._prewarming.prewarm = one.prewarm
+            for record in self._catalog.records():
+                self._publish(record)
+
+    def _load_all_on(self, handle: ShardHandle, first: Collection[int] = ()) -> None:
+        records = sorted(self._catalog.records(), key=lambda record: record.handle not in first)
         self.prewarm.offer(record.handle for record in records if record.handle in self.spread.told)
         for record in records:  # a shard that has one keeps only the record
             if record.handle in self.spread.told:
-                load = pb.ShardCommand(load=self._message(record))
-                self._load_on(handle, record, SharedCommand(load, has_outcome=True))
+                load = self._message(record)
+                load.eager = record.handle in first
+                self._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
             elif handle.shard in self.spread.keepers(record.handle):
                 handle.commands.send(pb.ShardCommand(note=self._message(record)))
+
+    def hear(self, handle: ShardHandle, moved: Iterable[pb.Residency]) -> bool:
+        """Take a shard's report of what it has of these adapters; return whether it is one of those that serve."""
+        with self.lock:
+            if (owner := self.of(handle)) is not None:
+                owner.moved(handle.shard, moved)
+            return owner is self
 
     def moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
         """Take a shard's report of what it has of these adapters."""

@@ -231,7 +231,7 @@ def test_a_rank_has_one_claimant():
     assert not table.depart(first) and table.live() == {0: again}
     assert table.depart(again)
     second = arrived(table, handle_of(0, pid=2))
-    assert second.epoch > first.epoch and table.restarts[0] == 1
+    assert second.epoch > first.epoch and table.ranks[0].restarts == 1
     with pytest.raises(errors.LeaseError, match="pid 1 of node 0 was replaced"):
         table.arrive(handle_of(0, pid=1, epoch=first.epoch))
 

@@ -187,7 +187,9 @@ function write(now) {
   document.title = `${now.ready ? "●" : "○"} lora-server ${now.model}`;
   at("model").textContent = now.model;
   at("layout").textContent = now.replicas > 1 ? `${now.layout}, ${now.replicas} replicas` : now.layout;
-  const served = now.degraded ? `ready, degraded: ${now.degraded}` : "ready";
+  const to = now.resize && now.resize.state ? now.resize : null;
+  const resized = to ? `, resizing to ${to.layout}: ${to.state}, ${to.done} of ${to.total}` : "";
+  const served = (now.degraded ? `ready, degraded: ${now.degraded}` : "ready") + resized;
   at("ready").textContent = now.ready ? served : `not ready: ${now.reason}`;
   at("ready").className = now.ready && !now.degraded ? "state up" : "state down";
   const seconds = before ? (now.seconds - before.seconds) : 0;

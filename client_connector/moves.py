@@ -1,0 +1,67 @@
+"""A client's move to the shards of another placement, after the server was resized: under its lease, between two steps.
+
+The thread of the heartbeats connects to the new shards and offers the move; that of the steps takes it before it routes
+the next one. So no step is in flight on the shards that a client leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from lora_server.transport.base import Link
+from lora_server.wire.terms import Terms
+
+
+class Move(NamedTuple):
+    """The shards of another placement, and the terms by which steps go to them."""
+
+    terms: Terms
+    links: list[Link]
+
+    def drop(self) -> None:
+        """Close the links."""
+        for link in self.links:
+            link.close()
+
+
+class MoveSlot:
+    """The move that a session is connected for, and its client has not taken. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._move: Move | None = None
+        self._is_stepping = self._is_closed = False
+        self._lock = threading.Lock()
+
+    def offer(self, move: Move) -> None:
+        """Offer a move, in place of an earlier one."""
+        with self._lock:
+            dropped = move if self._is_closed else self._move
+            self._move = None if self._is_closed else move
+        if dropped is not None:
+            dropped.drop()
+
+    def take(self) -> Move | None:
+        """Begin a step: return the move to make before it, if there is one. `end` ends the step."""
+        self._is_stepping = True  # before the look: `generation` looks at both in the other order
+        if self._move is None:
+            return None
+        with self._lock:
+            move, self._move = self._move, None
+        return move
+
+    def end(self) -> None:
+        """End a step: its answers have come, or never will."""
+        self._is_stepping = False
+
+    def generation(self, now: int) -> int:
+        """Return the generation by which every step goes that is in flight, or to come; `now`: that of the last one."""
+        move = self._move
+        return now if move is None or self._is_stepping else move.terms.placement.generation
+
+    def close(self) -> None:
+        """Drop the move, and each that is offered later."""
+        with self._lock:
+            self._is_closed, move, self._move = True, self._move, None
+        if move is not None:
+            move.drop()

@@ -1,0 +1,253 @@
+"""Resize: a server goes on in another layout, while it serves.
+
+The node starts the shards of a second placement beside the first's. They register with a table of their own, and load
+the adapters that are in use, then the others. Then the two placements swap places in one step, and heartbeats tell the
+clients, which connect to the new shards under the lease that they have and change over between two steps. From the
+second placement's start to the first one's end both are sent every change of adapters and holds, so that a client is
+served by either. The registry has the new layout from the swap on. An error before it changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import structlog
+
+from lora_server.clock import SYSTEM, Clock
+from lora_server.control.adapters.server_adapters import ServerAdapters
+from lora_server.control.arrivals import Arrivals
+from lora_server.control.clients import Clients
+from lora_server.control.events.log import EventLog
+from lora_server.control.members.agreement import Agreement, require_work
+from lora_server.control.members.shards import ShardTable
+from lora_server.control.start import StartState
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.errors import ConfigError, LoraServerError, ServerBusyError, ServerUnavailableError
+from lora_server.placement import Layout
+from lora_server.registry.layouts import Layouts, PlacedLayout
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import lora_server_pb2 as pb
+
+LEAST_SECONDS, MOST_SECONDS = 1.0, 3600.0
+OUTCOMES = ("done", "failed")
+log = structlog.get_logger()
+
+
+class ResizeSupport(NamedTuple):
+    """What a resize needs of the node. `run_layouts` has it run the shards of these layouts, by the generation of their
+    placement, and no others. `refusal` says why the server cannot be resized; empty: it can."""
+
+    run_layouts: Callable[[Mapping[int, str]], None] = lambda layouts: None
+    layouts: Layouts | None = None
+    refusal: str = "this server's controller starts no shards"
+
+
+NO_RESIZE = ResizeSupport()
+
+
+class ResizedParts(NamedTuple):
+    """The parts of a controller that a resize touches."""
+
+    shards: ShardTable
+    adapters: ServerAdapters
+    clients: Clients
+    arrivals: Arrivals
+    start: StartState
+
+
+class Resize:
+    """Resizes a server, once at a time. Thread-safe."""
+
+    def __init__(
+        self,
+        parts: ResizedParts,
+        support: ResizeSupport,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._parts, self._support, self._timings, self._clock = parts, support, timings, clock
+        self._one = threading.Lock()
+        self._progress = pb.ResizeStatus()
+        self._generation = parts.shards.generation  # the highest that was ever tried
+        self.outcomes: Counter[str] = Counter()
+
+    def status(self) -> pb.ResizeStatus:
+        """Return how far it is."""
+        return self._progress
+
+    def move_for(self, generation: int) -> pb.Move | None:
+        """Return where a client goes whose steps go by the placement of `generation`; None if it stays."""
+        shards = self._parts.shards
+        if not 0 < generation < shards.generation:
+            return None
+        endpoints = [handle.registration.endpoint for handle in shards.live().values()]
+        whole = len(endpoints) == shards.layout.num_shards
+        return pb.Move(generation=shards.generation, layout=str(shards.layout), endpoints=endpoints) if whole else None
+
+    def run(self, layout: str, seconds: float) -> pb.ResizeReply:
+        """Serve in another layout: wait up to `seconds` for its shards to be loaded, and as long again for the clients
+        to move. A client that does not come in time loses its lease, and joins again.
+
+        Raises ConfigError for a layout that cannot be had, and says what it needs, ServerUnavailableError if its shards
+        are lost or late, ServerBusyError. The server serves on as it did.
+        """
+        if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            raise ConfigError(f"--seconds: got {seconds:g}, expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
+        if not self._one.acquire(blocking=False):
+            raise ServerBusyError(f"already resizing to {self._progress.layout}: wait for that to end")
+        began = self._clock.now()
+        try:
+            agreement = self._next(layout)
+            log.info("resizing", layout=layout, generation=agreement.generation)
+            self._change(agreement, began + seconds, seconds)
+            moved, ended = self._move(agreement, seconds)
+        except LoraServerError as error:
+            self.outcomes["failed"] += 1
+            log.error("not resized", layout=layout, serving=str(self._parts.shards.layout), reason=str(error))
+            raise
+        finally:
+            self._progress = pb.ResizeStatus()
+            self._one.release()
+        self.outcomes["done"] += 1
+        took = self._clock.now() - began
+        log.info("resized", layout=layout, generation=agreement.generation, moved=moved, ended=ended, seconds=took)
+        return pb.ResizeReply(generation=agreement.generation, moved=moved, ended=ended, seconds=took)
+
+    def _next(self, layout: str) -> Agreement:
+        """Return the agreement of the next placement. Raises ConfigError, ServerUnavailableError."""
+        if self._support.refusal:
+            raise ConfigError(f"--layout: got {layout}, and {self._support.refusal}")
+        now = self._parts.arrivals.agreement
+        self._generation += 1
+        following = replace(now, layout=Layout.parse(layout), generation=self._generation)
+        if following.layout == now.layout:
+            raise ConfigError(f"--layout: got {layout}, expected another than the server's own")
+        require_work(following.placement)
+        self._parts.shards.require_up()
+        if not self._parts.start.registered.is_set():
+            raise ServerUnavailableError("the server still registers adapters; try again")
+        return following
+
+    # -- until the new shards serve
+
+    def _change(self, agreement: Agreement, deadline: float, seconds: float) -> None:
+        """Start the shards of a placement, have them loaded, and serve from them. After an error they are stopped."""
+        now = self._parts.arrivals.agreement
+        staged = self._stage(agreement)
+        try:
+            self._support.run_layouts({one.generation: str(one.layout) for one in (now, agreement)})
+            self._load(staged, agreement, deadline, seconds)
+            self._put(agreement)
+            try:
+                self._serve_from(staged, agreement)
+            except LoraServerError:
+                self._put(now)
+                raise
+        except BaseException:
+            self._end_beside()
+            raise
+
+    def _stage(self, agreement: Agreement) -> ShardSync:
+        """Let shards of this placement register."""
+        parts, sync, clock = self._parts, self._parts.adapters.sync, self._clock
+        silence, generation = self._timings.shard_silence, agreement.generation
+        table = ShardTable(agreement.layout, agreement.coordination, silence, clock, generation)
+        about = parts.adapters.catalog, parts.start, agreement.placement, EventLog(clock)  # events tell what serves
+        staged = ShardSync(table, *about, sync.lock)
+        staged.sends, staged.beside = sync.sends, sync
+        with sync.lock:
+            staged.spread.tell(sync.spread.told)
+            sync.beside, parts.shards.beside = staged, table
+        parts.arrivals.following = agreement
+        return staged
+
+    def _end_beside(self) -> None:
+        """End the placement that does not serve."""
+        parts = self._parts
+        sync, serving = parts.adapters.sync, parts.arrivals.agreement
+        parts.arrivals.following = None
+        with sync.lock:
+            parts.shards.beside = sync.beside = None
+        self._support.run_layouts({serving.generation: str(serving.layout)})
+
+    def _load(self, staged: ShardSync, agreement: Agreement, deadline: float, seconds: float) -> None:
+        """Wait until the new shards have what is in use, and for a while for what fits beside it.
+
+        Raises ConfigError where it does not fit, ServerUnavailableError if they are lost, or late.
+        """
+        table, warm_until = staged.shards, min(deadline, self._clock.now() + self._timings.resize_warm)
+        pause = threading.Event()
+        while True:
+            if self._parts.shards.closed:
+                raise ServerUnavailableError("the server is stopping")
+            if lost := table.lost():
+                raise ServerUnavailableError(f"shards {sorted(lost)} of {table.layout} were lost: see the node's log")
+            up = agreement.layout.num_shards - len(table.missing())
+            self._note("starting", agreement, up, agreement.layout.num_shards)
+            if up == agreement.layout.num_shards and self._is_loaded(staged, agreement):
+                with staged.lock:
+                    if staged.prewarm.is_settled or self._clock.now() > warm_until:
+                        return
+            if self._clock.now() > deadline:
+                done = f"{self._progress.done} of {self._progress.total}"
+                raise ServerUnavailableError(
+                    f"{agreement.layout} was not ready within {seconds:g} s ({self._progress.state}: {done}); the "
+                    "server serves on as it did: see the node's log, or give it longer with --seconds"
+                )
+            self._clock.wait(pause, self._timings.drain_look)
+
+    def _is_loaded(self, staged: ShardSync, agreement: Agreement) -> bool:
+        """Return whether the new shards have what is in use and loaded now. Raises ConfigError where it does not
+        fit, or where another adapter does not."""
+        adapters = self._parts.adapters
+        active = adapters.admission.active()
+        wanted = {one for one in active if adapters.sync.state(one) == "ready"}
+        loaded = {one for one in wanted if staged.state(one) == "ready"}
+        self._note("loading", agreement, len(loaded), len(wanted))
+        told = list(staged.spread.told)  # shards measure no others
+        served = [one for one in told if not adapters.sync.residency.error(one)]
+        if staged.sizes.unmeasured(served) is not None:
+            return False
+        for handles in (active, *({one} for one in served)):
+            adapters.admission.require_fit(staged.sizes, handles, str(agreement.layout))
+        return loaded >= wanted
+
+    def _put(self, agreement: Agreement) -> None:
+        if self._support.layouts is not None:
+            self._support.layouts.put(PlacedLayout(str(agreement.layout), agreement.generation))
+
+    def _serve_from(self, staged: ShardSync, agreement: Agreement) -> None:
+        """Let the placements swap places. Raises ConfigError where what is in use by now does not fit."""
+        parts = self._parts
+        with parts.arrivals.alone():
+            parts.adapters.admission.swap(staged, str(agreement.layout))
+            parts.arrivals.agreement, parts.arrivals.following = agreement, None
+            for handle in parts.shards.live().values():
+                parts.clients.introduce_all(handle)
+                parts.adapters.admission.introduce(handle)
+        log.info("serving from the new shards", layout=str(agreement.layout), generation=agreement.generation)
+
+    # -- afterwards
+
+    def _move(self, agreement: Agreement, seconds: float) -> tuple[int, int]:
+        """Wait for the clients, and end the placement before; return how many moved, and how many lost their lease."""
+        deadline, pause, leases = self._clock.now() + seconds, threading.Event(), self._parts.clients.leases
+        while True:
+            behind = leases.behind(agreement.generation)
+            total = len(leases)
+            self._note("moving", agreement, total - len(behind), total)
+            if not behind or self._clock.now() > deadline or self._parts.shards.closed:
+                break
+            self._clock.wait(pause, self._timings.drain_look)
+        for lease in behind:
+            log.warning("client did not move in time: its lease ends", client=lease.client, instance=lease.instance)
+            self._parts.clients.end(lease.client, lease.epoch)
+        self._end_beside()
+        return total - len(behind), len(behind)
+
+    def _note(self, state: str, agreement: Agreement, done: int, total: int) -> None:
+        self._progress = pb.ResizeStatus(state=state, layout=str(agreement.layout), done=done, total=total)

@@ -1,0 +1,65 @@
+"""What a resize needs before it begins, and what of it outlives the server."""
+
+import contextlib
+
+import pytest
+
+from lora_server.control.resize import ResizeSupport
+from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.registry.database import FILE, Database
+from lora_server.registry.layouts import Layouts, PlacedLayout
+from lora_server.timings import Timings
+from tests.support.controllers import ToldShard, make_controller
+
+OFFERED = ResizeSupport(refusal="")
+
+
+@pytest.mark.parametrize(
+    ("layout", "seconds", "support", "error"),
+    [
+        (
+            "ep2-pp1",
+            60,
+            ResizeSupport(refusal="a server with 2 nodes cannot"),
+            "got ep2-pp1, and a server with 2 nodes",
+        ),
+        ("ep2-pp1", 0, OFFERED, "--seconds: got 0, expected 1 to 3600"),
+        ("ep1-pp1", 60, OFFERED, "expected another than the server's own"),
+        ("ep1-pp33", 60, OFFERED, "1 of 33 shards would own nothing"),
+        ("large", 60, OFFERED, "expected epX-ppY"),
+    ],
+)
+def test_a_resize_that_cannot_begin_says_why_and_starts_nothing(layout, seconds, support, error):
+    ran = []
+    controller = make_controller(resize=support._replace(run_layouts=ran.append))
+    controller.start.registered.set()
+    shard = ToldShard(controller)
+    with pytest.raises(ConfigError, match=error):
+        controller.resize.run(layout, seconds)
+    assert not ran and controller.agreement.generation == 1 and controller.resize.outcomes["failed"] <= 1
+    shard.close()
+
+
+def test_a_resize_whose_shards_do_not_come_leaves_the_server_as_it_was():
+    ran, soon = [], Timings(drain_look=0.001)
+    controller = make_controller(resize=OFFERED._replace(run_layouts=ran.append), timings=soon)
+    controller.start.registered.set()
+    shard = ToldShard(controller)
+    with pytest.raises(ServerUnavailableError, match=r"not ready within 1 s \(starting: 0 of 2\)"):
+        controller.resize.run("ep2-pp1", 1)
+    assert ran == [{1: "ep1-pp1", 2: "ep2-pp1"}, {1: "ep1-pp1"}]
+    assert controller.shards.beside is controller.adapters.sync.beside is None
+    with pytest.raises(ServerUnavailableError):
+        controller.resize.run("ep1-pp2", 1)
+    assert ran[2] == {1: "ep1-pp1", 3: "ep1-pp2"}, "no number is used twice"
+    shard.close()
+
+
+def test_a_restart_serves_the_layout_of_the_last_resize_unless_its_flag_has_changed(tmp_path):
+    with contextlib.closing(Database(f"sqlite:///{tmp_path / FILE}")) as database:
+        layouts = Layouts(database, "10.0.0.1:7400", "ep2-pp1")
+        assert layouts.current() == PlacedLayout("ep2-pp1", 1)
+        layouts.put(PlacedLayout("ep2-pp2", 2))
+        layouts.put(PlacedLayout("ep1-pp2", 3))
+        assert Layouts(database, "10.0.0.1:7500", "ep2-pp1").current() == ("ep1-pp2", 3)
+        assert Layouts(database, "10.0.0.1:7400", "ep4-pp1").current() == ("ep4-pp1", 1)
