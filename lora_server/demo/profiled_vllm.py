@@ -38,7 +38,7 @@ class StepJob(msgspec.Struct):
     cells: list[list[list[StepAsk]]]
 
 
-class StepTimes(msgspec.Struct):
+class CellTimes(msgspec.Struct):
     """Medians of a cell over its requests: until the first token, and of a step of the whole batch."""
 
     first_us: float
@@ -52,7 +52,7 @@ class _Engine:
         self._engine, self._paths = engine, paths
         self._ids, self._numbers = {name: number for number, name in enumerate(paths, 1)}, itertools.count()
 
-    async def cell(self, batches: list[list[StepAsk]]) -> StepTimes:
+    async def cell(self, batches: list[list[StepAsk]]) -> CellTimes:
         """Run a cell and return its medians."""
         first, step = list[float](), list[float]()
         for batch in batches:
@@ -60,7 +60,7 @@ class _Engine:
                 first.append(times[0])
                 if len(times) > _JOINING + 1:
                     step.append((times[-1] - times[_JOINING]) / (len(times) - 1 - _JOINING))
-        return StepTimes(statistics.median(first), statistics.median(step) if step else 0.0)
+        return CellTimes(statistics.median(first), statistics.median(step) if step else 0.0)
 
     async def _request(self, ask: StepAsk) -> list[float]:
         """Send a request; returns the times of its tokens, in us."""
@@ -84,7 +84,7 @@ class _Engine:
         return times
 
 
-async def run(job: StepJob) -> list[StepTimes]:
+async def run(job: StepJob) -> list[CellTimes]:
     """Start the engine and measure every cell."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,4 +1,4 @@
-"""What `lora-server profile-vllm` measures: the steps of vLLM, by the tokens that they compute.
+"""Measure the steps of vLLM by the tokens that they compute, for `lora-server profile-vllm`.
 
 The result is what `provision simulate --engine-profile` reads (provisioning/model/engine_steps.py). Of each way to
 serve, `base` (no adapters), `server` (vLLM without LoRA beside a LoRA server) and `coupled` (vLLM's own LoRA with so
@@ -33,7 +33,7 @@ from lora_server import spec
 from lora_server.adapters import find_adapters
 from lora_server.demo import children
 from lora_server.demo.launch import ENGINE_SECONDS, running_server
-from lora_server.demo.profiled_vllm import StepAsk, StepJob, StepTimes
+from lora_server.demo.profiled_vllm import CellTimes, StepAsk, StepJob
 from lora_server.errors import ConfigError, LoraServerError
 
 DECODE, PROMPTS = (1, 2, 4, 8, 16, 32), (1, 16, 64, 128, 256)
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """What is measured. `slots`: of vLLM's own LoRA; `engine_args` are vLLM's, such as max_num_seqs.
+    """The measurement that is asked for. `slots` are those of vLLM's own LoRA, `engine_args` vLLM's arguments.
 
     An engine has `threads`, and one fewer beside a LoRA server, which has the other.
     """
@@ -115,7 +115,7 @@ class _Ways:
         times = dict(zip(asked, found, strict=True))
         return {"lora": kind, "slots": slots, "threads": threads, **terms(times)}
 
-    def _run(self, job: StepJob, environment: Mapping[str, str]) -> list[StepTimes]:
+    def _run(self, job: StepJob, environment: Mapping[str, str]) -> list[CellTimes]:
         """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
         log = self._work / "engine.log"
         with log.open("wb") as stream:
@@ -133,7 +133,7 @@ class _Ways:
         if not out:
             tail = log.read_text(errors="replace")[-3000:]
             raise LoraServerError(f"profile-vllm: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
-        return msgspec.json.decode(out, type=list[StepTimes])
+        return msgspec.json.decode(out, type=list[CellTimes])
 
 
 def cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:
@@ -151,7 +151,7 @@ def cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list
     return found
 
 
-def terms(times: Mapping[tuple[str, int], StepTimes]) -> dict[str, Any]:
+def terms(times: Mapping[tuple[str, int], CellTimes]) -> dict[str, Any]:
     """Return a way's part of the profile, of the times of its cells."""
     entry_us = max(times["prompt", 1].first_us - times["decode", 1].step_us, 0.0)
     found: dict[str, Any] = {"entry_us": _rounded(entry_us)}

@@ -22,7 +22,7 @@ _MORE, _FEW = 1.25, 2  # "clearly more" requests than the least loaded instance:
 
 
 class RoutedInstance(Protocol):
-    """What the router sees of an instance."""
+    """An instance as the router sees it."""
 
     @property
     def batch(self) -> Sized:

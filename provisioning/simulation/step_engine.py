@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from provisioning.model.engine_steps import EngineSteps
@@ -11,23 +12,24 @@ from provisioning.simulation.engine import Moments
 from provisioning.simulation.state import AdapterState
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepCalls:
+    """The requests: prompt tokens that are left to compute, tokens to generate, and their moments."""
+
+    prompt_left: list[int]
+    tokens: list[int]
+    moments: Moments
+
+
 class StepEngine:
-    """Requests that enter, that wait, whose prompts are under way, and that decode.
+    """The requests of an engine: those that enter, that wait, whose prompts are under way, and that decode.
 
     Coupled, a request takes a slot when it joins; else (`shared`) it has one when it enters, and `released` is told the
     time at which one is free again. `batch` has the adapters of the requests that run.
     """
 
-    def __init__(
-        self,
-        steps: EngineSteps,
-        prompts: list[int],
-        tokens: list[int],
-        moments: Moments,
-        released: Callable[[float], None] | None = None,
-    ) -> None:
-        self._steps, self._moments, self._released = steps, moments, released
-        self._prompt_left, self._tokens = prompts, tokens
+    def __init__(self, steps: EngineSteps, calls: StepCalls, released: Callable[[float], None] | None = None) -> None:
+        self._steps, self._calls, self._released = steps, calls, released
         self._entering = list[tuple[float, int, AdapterState]]()
         self._waiting = list[tuple[int, AdapterState, bool]]()  # the last: whether a step has passed it over
         self._decoding = list[tuple[int, int]]()  # (number of the step with its last token, request)
@@ -73,13 +75,14 @@ class StepEngine:
         return before - budget
 
     def _chunk(self, request: int, budget: int) -> int:
-        taken = min(self._prompt_left[request], budget)
-        self._prompt_left[request] -= taken
+        taken = min(self._calls.prompt_left[request], budget)
+        self._calls.prompt_left[request] -= taken
         return taken
 
     def _join(self, budget: int, now_s: float) -> tuple[int, int]:
         """Let requests join that wait; returns (tokens of their prompts, adapters that are loaded for them)."""
         before, cold, left = budget, 0, list[tuple[int, AdapterState, bool]]()
+        moments = self._calls.moments
         for request, state, passed in self._waiting:
             resident = self._place(state) if budget and len(self.batch) < self._steps.max_seqs else None
             if resident is None:
@@ -89,7 +92,7 @@ class StepEngine:
             budget -= self._chunk(request, budget)
             self.batch[request] = state
             self._prompts.append(request)
-            self._moments.admit[request], self._moments.immediate[request] = now_s, not passed
+            moments.admit[request], moments.immediate[request] = now_s, not passed
         self._waiting = left
         return before - budget, cold
 
@@ -99,17 +102,17 @@ class StepEngine:
 
     def _end(self) -> None:
         """Hand out the tokens of the step that has ended."""
-        first, under_way = self._moments.first, list[int]()
+        calls, moments, under_way = self._calls, self._calls.moments, list[int]()
         for request in self._prompts:
-            if self._prompt_left[request]:
+            if calls.prompt_left[request]:
                 under_way.append(request)
                 continue
-            first[request] = self._clock_s
-            heappush(self._decoding, (self._number + self._tokens[request] - 1, request))
+            moments.first[request] = self._clock_s
+            heappush(self._decoding, (self._number + calls.tokens[request] - 1, request))
         self._prompts, freed = under_way, False
         while self._decoding and self._decoding[0][0] <= self._number:
             request = heappop(self._decoding)[1]
-            self._moments.finish[request] = self._clock_s
+            moments.finish[request] = self._clock_s
             self.batch.pop(request).release()
             freed = True
         if freed and self._released:

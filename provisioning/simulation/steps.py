@@ -27,7 +27,7 @@ from provisioning.simulation.engine import Moments
 from provisioning.simulation.router import LoraRouter
 from provisioning.simulation.run import SimulationResult
 from provisioning.simulation.state import AdapterState, SlotCache
-from provisioning.simulation.step_engine import StepEngine
+from provisioning.simulation.step_engine import StepCalls, StepEngine
 from provisioning.workload.requests import Requests
 
 
@@ -48,9 +48,10 @@ def run_steps(requests: Requests, system: StepSystem) -> SimulationResult:
     given = requests.input_tokens
     prompts = [1] * len(requests) if given is None else np.maximum(given, 1).tolist()
     tokens = np.maximum(requests.output_tokens, 1).tolist()
+    calls = StepCalls(prompt_left=prompts, tokens=tokens, moments=moments)
     server = _ServerSlots(system, requests.num_adapters) if system.shared else None
     released = server.grant if server else None
-    engines = [StepEngine(steps, prompts, tokens, moments, released) for _ in range(system.instances)]
+    engines = [StepEngine(steps, calls, released) for _ in range(system.instances)]
     router = LoraRouter(engines, [SlotCache(system.slots) for _ in engines], steps.max_seqs)
     for request, (now_s, adapter) in enumerate(
         zip(requests.arrival_s.tolist(), requests.adapter.tolist(), strict=True)

@@ -1,4 +1,7 @@
-"""`make race ARGS=--short`: every system answers, with the same tokens, and the files are written."""
+"""`make race ARGS=--short`: every system answers, with the same tokens, and the files are written.
+
+`lora-server profile-vllm`, which measures the race's engines for the planner.
+"""
 
 import json
 import os
@@ -7,7 +10,10 @@ import sys
 
 import pytest
 
+from bench.race.__main__ import TINY
+from bench.race.make import make
 from lora_server.demo import children
+from provisioning.model import engine_steps
 from tests.support.sources import ROOT
 
 
@@ -27,3 +33,20 @@ def test_a_short_race_ends_well_and_all_tokens_are_equal(tmp_path):
     assert all(row["equal"] == row["compared"] for row in compared)
     (page,) = tmp_path.glob("race-cpu-*.md")
     assert "ours" in page.read_text() and page.with_suffix(".json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_profile_of_vllm_has_the_steps_of_each_way_to_serve(tmp_path):
+    make(tmp_path, TINY, {"attention": 4})
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
+    command = [sys.executable, "-m", "lora_server", "profile-vllm", "--base-model", str(tmp_path / "base")]
+    command += ["--adapters", str(tmp_path / "adapters"), "--slots", "2", "--engine-args", json.dumps(arguments)]
+    command += ["--serve-args", "--layout ep1-pp1 --dtype float32", "--out", str(tmp_path / "engine.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(children.own(command), env=environment, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    for kind, slots in (("base", 0), ("server", 0), ("coupled", 2)):
+        steps = engine_steps.load(tmp_path / "engine.json", kind, slots)
+        assert [size for size, _ in steps.decode] == [1, 2, 4, 8, 16, 32] and steps.max_seqs == 32
+        assert len(steps.prompt) == 5 and steps.step_s(1, 0) > 0

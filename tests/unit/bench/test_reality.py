@@ -8,7 +8,7 @@ import pytest
 from bench import reality
 from bench.race import load
 from lora_server.demo import vllm_profile
-from lora_server.demo.profiled_vllm import StepTimes
+from lora_server.demo.profiled_vllm import CellTimes
 from provisioning.simulation.run import SimulationResult
 from provisioning.workload.requests import Requests
 
@@ -22,7 +22,7 @@ def engine(kind, slots):
     for (term, size), batches in cells.items():
         prompt = batches[0][0].prompt
         first = 18e3 + 2e3 * prompt + 5e3 + 900e3 * (term == "load")
-        times[term, size] = StepTimes(first, 19e3 + 1e3 * len(batches[0]))
+        times[term, size] = CellTimes(first, 19e3 + 1e3 * len(batches[0]))
     return {"lora": kind, "slots": slots, "threads": 2, **vllm_profile.terms(times)}
 
 
