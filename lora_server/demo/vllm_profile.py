@@ -38,6 +38,7 @@ from lora_server.errors import ConfigError, LoraServerError
 
 DECODE, PROMPTS = (1, 2, 4, 8, 16, 32), (1, 16, 64, 128, 256)
 SHORT_PROMPT, NEW_TOKENS, REPEATS, LONE = 16, 20, 2, 6
+_LEAST_US = 1.0  # on a busy machine a lone prompt may seem to take less than nothing
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -161,7 +162,7 @@ def terms(times: Mapping[tuple[str, int], CellTimes]) -> dict[str, Any]:
     for term, at, value in (("decode", "batch", "step_us"), ("prompt", "tokens", "first_us")):
         less = entry_us if term == "prompt" else 0.0
         rows = [(size, getattr(one, value) - less) for (name, size), one in times.items() if name == term]
-        found[term] = [{at: size, "us": _rounded(us)} for size, us in rows]
+        found[term] = [{at: size, "us": _rounded(max(us, _LEAST_US))} for size, us in rows]
     return found
 
 
