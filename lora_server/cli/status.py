@@ -55,6 +55,8 @@ def show(reply: pb.StatusReply, console: Console) -> None:
     layout = f"{reply.layout}, {reply.replicas} replicas" if reply.replicas > 1 else reply.layout
     what = f"{reply.model} {layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
     terminal.say(console, what, "ready" if reply.ready else "not ready")
+    if reply.leader_epoch:
+        terminal.say(console, f"epoch {reply.leader_epoch}, pid {reply.pid}; another controller stands by", "leader")
     if reply.queued:
         text = f"{count(reply.queued)} requests wait for a place; adapters in use: {count(reply.active)}"
         terminal.say(console, text, "queued")

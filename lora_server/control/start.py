@@ -16,6 +16,7 @@ class StartState:
     def __init__(self) -> None:
         self.settled = threading.Event()  # all shards reported what they keep: an unknown name or lease does not exist
         self.registered = threading.Event()  # the start-up directory is listed
+        self.leader_epoch = 0  # of this controller's lead; 0: the server has no standby
         self.progress = 0, 0  # adapters of the start-up directory: registered, in all
 
     def require_settled(self) -> None:

@@ -60,9 +60,9 @@ log = structlog.get_logger()
 class ControllerProcess:
     """Controller, gRPC and HTTP, put together."""
 
-    def __init__(self, config: ProcessConfig, database: Database | None = None) -> None:
-        """`database`: of a controller that leads; without it, the server's only controller opens its own. Raises
-        ConfigError for an address that cannot be had."""
+    def __init__(self, config: ProcessConfig, database: Database | None = None, leader_epoch: int = 0) -> None:
+        """`database`, `leader_epoch`: of a controller that leads; without, the server's only controller opens its own
+        database. Raises ConfigError for an address that cannot be had."""
         self.config, self._timings = config, config.timings
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
@@ -92,6 +92,7 @@ class ControllerProcess:
             events=events,
             resize=resize,
         )
+        controller.start.leader_epoch = leader_epoch
         self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
         self._stack.callback(self.gate.close)
         self.gate.cache.on_change = self._end_revoked
@@ -122,7 +123,7 @@ class ControllerProcess:
                 nodes=config.nodes,
             )
         except RuntimeError as error:
-            raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
+            raise cannot_listen("--listen", config.listen, OSError("gRPC could not bind it")) from error
         self.control = control
         collector.refusals = control.refused
         self._stack.callback(control.close, config.timings.grace)

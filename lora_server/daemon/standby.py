@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterable
 
 import structlog
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from lora_server.access.gate import Gate
 from lora_server.access.tls import certificate_of
 from lora_server.address import Address, ControllerList
 from lora_server.config import ProcessConfig
+from lora_server.control.reports.build import leader_metrics
 from lora_server.control.rpc.refusing import refuse_calls
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.controller_main import ControllerProcess
@@ -29,6 +33,17 @@ from lora_server.registry.database import Database, database_of
 from lora_server.registry.leadership import Leadership
 
 log = structlog.get_logger()
+
+
+class StandbyCollector(Collector):
+    """Metrics of a controller that stands by."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield that it does not lead, and the epoch of the controller that does."""
+        yield from leader_metrics(False, self._leadership.leader.epoch)
 
 
 class CandidateProcess:
@@ -56,7 +71,7 @@ class CandidateProcess:
             config = config.model_copy(update={"restarted": True})  # in the place of the one that led
         if self._stopping.is_set():
             return 0
-        self._controller = controller = ControllerProcess(config, database)
+        self._controller = controller = ControllerProcess(config, database, self._leadership.epoch)
         if self._stopping.is_set():
             controller.stop()
         return controller.run()
@@ -85,12 +100,13 @@ class CandidateProcess:
         with contextlib.ExitStack() as stack:
             gate = Gate(self._leadership.database, config.require_tokens, config.secret, config.timings.token_look)
             stack.callback(gate.close)
-            listen_http(config, stack, self._reason, gate=gate, certificate=certificate)
+            collector = StandbyCollector(self._leadership)
+            listen_http(config, stack, self._reason, collector, gate=gate, certificate=certificate)
             tls = certificate.grpc() if certificate is not None else None
             try:
                 listener = refuse_calls(str(config.listen), self._refusal, gate, tls, config.timings)
             except RuntimeError as error:
-                raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
+                raise cannot_listen("--listen", config.listen, OSError("gRPC could not bind it")) from error
             stack.callback(listener.close, 0.0)
             say(Up())
             log.info("standing by", leader=self._leadership.leader.address)

@@ -589,7 +589,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., lost_since: _Optional[float] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining", "replicas", "degraded", "version", "now", "resize")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused", "generation", "num_loading", "loading", "slo_classes", "draining", "replicas", "degraded", "version", "now", "resize", "leader_epoch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -615,6 +615,7 @@ class StatusReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     RESIZE_FIELD_NUMBER: _ClassVar[int]
+    LEADER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -640,7 +641,8 @@ class StatusReply(_message.Message):
     version: str
     now: float
     resize: ResizeStatus
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ..., version: _Optional[str] = ..., now: _Optional[float] = ..., resize: _Optional[_Union[ResizeStatus, _Mapping]] = ...) -> None: ...
+    leader_epoch: int
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ..., generation: _Optional[int] = ..., num_loading: _Optional[int] = ..., loading: _Optional[_Iterable[_Union[LoadingStatus, _Mapping]]] = ..., slo_classes: _Optional[_Iterable[_Union[SloClassStatus, _Mapping]]] = ..., draining: _Optional[_Iterable[_Union[DrainingStatus, _Mapping]]] = ..., replicas: _Optional[int] = ..., degraded: _Optional[str] = ..., version: _Optional[str] = ..., now: _Optional[float] = ..., resize: _Optional[_Union[ResizeStatus, _Mapping]] = ..., leader_epoch: _Optional[int] = ...) -> None: ...
 
 class DrainingStatus(_message.Message):
     __slots__ = ("name", "version", "clients", "serves", "merged_in")

@@ -1,5 +1,6 @@
 """Hosts of a server that are cut off, killed and replaced, under engines that check every answer."""
 
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,16 @@ from tests.support.workload import NEW_TOKENS
 
 FAULTS = int(os.environ.get("LORA_FAULTS", "3"))  # `make test-cluster` sets more
 CUTS = (1, 5, 35) if "LORA_FAULTS" in os.environ else (1, 8)  # seconds
+
+
+@contextlib.contextmanager
+def is_cut(host):
+    """Cut a host off for the block."""
+    host.cut()
+    try:
+        yield
+    finally:
+        host.mend()
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +65,11 @@ def test_tokens_equal_pefts_over_tls_on_four_hosts(cluster, load):
 
 def test_a_narrow_network_changes_no_token(cluster):
     before, hosts = cluster.engines.check(), [*cluster.at, *cluster.engines_at]
-    for host in hosts:
-        host.narrow("1gbit")
-    cluster.heals()
-    for host in hosts:
-        host.widen()
+    with contextlib.ExitStack() as wide:
+        for host in hosts:
+            host.narrow("1gbit")
+            wide.callback(host.widen)
+        cluster.heals()
     assert set(cluster.engines.check() - before) == {"right"}
 
 
@@ -74,9 +85,8 @@ def test_a_host_behind_a_bad_wire_serves_as_well(cluster):
 def test_a_host_that_is_cut_off_comes_back_by_itself(cluster, who, seconds):
     host = {"a shard's host": cluster.at[2], "node 0": cluster.at[0], "an engine": cluster.engines_at[0]}[who]
     before = cluster.shards()
-    host.cut()
-    time.sleep(seconds)  # the outage itself
-    host.mend()
+    with is_cut(host):
+        time.sleep(seconds)  # the outage itself
     print(f"{who} cut off for {seconds} s: all right again {cluster.heals():.1f} s after it was back")
     assert cluster.shards() == before, "none was restarted"
 
@@ -95,12 +105,14 @@ def test_another_host_takes_the_place_of_one_that_died(cluster):
 def test_a_host_that_was_replaced_takes_nothing_back(cluster):
     """It only stood still: its processes go on, and are turned away. They stand by until their rank is free."""
     old, stopped = cluster.nodes[1], cluster.stopped(1)
-    until(lambda: cluster.states() == ["up", "lost", "up", "up"], "node 0 has noticed")
-    cluster.replace(1, cluster.switch.host())
-    cluster.heals()
-    replaced_by = cluster.shards()
-    for process in stopped:
-        process.resume()
+    try:
+        until(lambda: cluster.states() == ["up", "lost", "up", "up"], "node 0 has noticed")
+        cluster.replace(1, cluster.switch.host())
+        cluster.heals()
+        replaced_by = cluster.shards()
+    finally:
+        for process in stopped:
+            process.resume()
     until(lambda: "was replaced while it was away" in old.log.read_text(), "its shard is turned away")
     cluster.heals()
     assert cluster.shards() == replaced_by and stop(old) == 0
@@ -123,9 +135,8 @@ def test_any_fault_of_a_host_is_survived(cluster, seed):
     time.sleep(chance.uniform(0, 1))  # engines are anywhere in a step
     if kind.startswith("cut"):
         host = chance.choice(cluster.engines_at) if kind == "cut an engine" else cluster.at[rank]
-        host.cut()
-        time.sleep(chance.uniform(0.1, 8))
-        host.mend()
+        with is_cut(host):
+            time.sleep(chance.uniform(0.1, 8))
     elif kind == "stop":
         stopped = cluster.stopped(rank)
         time.sleep(chance.uniform(0.1, 8))
@@ -158,12 +169,13 @@ def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
     assert [check for check, _, _ in well[3:]] == [f"shard {shard}" for shard in range(NODES)] * 2, well
     assert all(state == "ok" and "MTU 1,500" in text for _, state, text in well[3:7])
     cluster.at[3].narrow("10mbit", burst="16kb")
-    narrow = found()
-    cluster.at[3].widen()
+    try:
+        narrow = found()
+    finally:
+        cluster.at[3].widen()
     assert {state for check, state, _ in narrow if check == "shard 3"} == {"ok", "warning"}, narrow
-    cluster.at[3].cut()
-    cut = found()
-    cluster.at[3].mend()
+    with is_cut(cluster.at[3]):
+        cut = found()
     told = [text for check, state, text in cut if state == "failed" and ("shard 3" in check or "shards [3]" in text)]
     assert told, cut
     cluster.wait_ready()

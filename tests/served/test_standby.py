@@ -135,6 +135,10 @@ def test_a_standby_refuses_calls_and_names_the_leader(pair):
         ask(standby.address, "Add", name="x", uri="/x")
     assert server_status(pair.address).pid == server_status(leader.address).pid
     assert standby.get("/livez")[0] == 200
+    epoch = server_status(pair.address).leader_epoch
+    for one, leads in ((leader, 1), (standby, 0)):
+        metrics = one.get("/metrics")[1]
+        assert f"lora_server_leader {leads}.0\n" in metrics and f"lora_server_leader_epoch {float(epoch)}\n" in metrics
 
 
 def test_a_killed_leader_fails_no_request(pair, load, tmp_path):

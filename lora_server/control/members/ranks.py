@@ -65,7 +65,7 @@ class RankLeases:
             return None
 
     def end(self, lease: RankLease) -> None:
-        """End a lease whose node stops."""
+        """End the lease of a node that stops."""
         with self._lock:
             if self._leases.get(lease.rank) == lease:
                 self._heard.pop(lease.rank, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
@@ -16,6 +17,12 @@ def build_info(spec: ModelSpec, layout: Layout) -> Metric:
     """Return the metric that names the version, the model, its geometry and the layout."""
     labels = {"version": __version__, "model": spec.name, "geometry": spec.geometry, "layout": str(layout)}
     return InfoMetricFamily("lora_server_build", "What runs here", labels)
+
+
+def leader_metrics(leads: bool, epoch: int) -> Iterable[Metric]:
+    """Yield the role of one of two controllers, and the epoch of the lead as it knows it."""
+    yield GaugeMetricFamily("lora_server_leader", "1 where the controller leads, 0 where it stands by", float(leads))
+    yield GaugeMetricFamily("lora_server_leader_epoch", "How often a controller took the lead", epoch)
 
 
 def certificate_expiry(certificate: ServerCertificate | None) -> Metric:

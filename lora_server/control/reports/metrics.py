@@ -17,7 +17,7 @@ from lora_server.access.tls import ServerCertificate
 from lora_server.control.admission.queue import AdmissionQueue
 from lora_server.control.admission.tally import Tally
 from lora_server.control.controller import Controller
-from lora_server.control.reports.build import build_info, certificate_expiry
+from lora_server.control.reports.build import build_info, certificate_expiry, leader_metrics
 from lora_server.control.reports.durations import Durations, durations
 from lora_server.control.reports.metrics_disk import disk_metrics
 from lora_server.control.reports.metrics_tenant import request_waits, tenant_metrics
@@ -65,6 +65,7 @@ class ControllerCollector(Collector):
         ready = not controller.not_ready()
         yield certificate_expiry(self._certificate)
         yield GaugeMetricFamily("lora_server_ready", "1 where /readyz says yes", float(ready))
+        yield from leader_metrics(True, controller.start.leader_epoch)
         yield _shard_info(controller)
         missing = set(controller.shards.missing())
         up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])

@@ -45,6 +45,7 @@ def status(controller: Controller) -> pb.StatusReply:
         num_loading=len(queue.tickets.loading),
         loading=_loading(controller),
         pid=os.getpid(),
+        leader_epoch=controller.start.leader_epoch,
         run=controller.arrivals.run,
         shards=_shards(controller),
         joined=_joined(controller),

@@ -7,11 +7,13 @@ import re
 import pytest
 import yaml
 
+from client_connector.serving.settings import ENVIRONMENT, find
 from lora_server import __version__
 from lora_server.config import load
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
+from lora_server.wire.credentials import TLS_CA, TLS_NAME, TOKEN_FILE
 from tests.support.doc_commands import blocks
 from tests.support.sources import ROOT
 from tests.support.typed import flags_of
@@ -30,6 +32,7 @@ SECURE = {
     "extraArgs": ["--wire=e4m3", "--coordination=leader", "--preload"], "imagePullSecrets": [{"name": "pull"}],
     "nodeSelector": {"gpu": "yes"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
 }  # fmt: skip
+STANDBY = {"enabled": True, "registrySecret": "lora-registry"}
 BOTH = pytest.mark.parametrize("values", [TRUSTED, SECURE], ids=["trusted", "secure"])
 STRICT = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 API = {
@@ -38,6 +41,22 @@ API = {
 }  # fmt: skip
 LWS = {"replicas", "startupPolicy", "networkConfig", "leaderWorkerTemplate", "rolloutStrategy"}  # its v1, as of 0.9
 GROUP = {"size", "restartPolicy", "leaderTemplate", "workerTemplate", "subGroupPolicy", "volumeClaimTemplates"}
+
+
+PORT = {"type": "object", "required": ["number"], "properties": {"number": {"type": "integer"}}}
+POOL = {  # InferencePool's v1, as its CRD has it
+    "type": "object", "additionalProperties": False, "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "properties": {
+        "selector": {"type": "object", "additionalProperties": False, "required": ["matchLabels"],
+                     "properties": {"matchLabels": {"type": "object"}}},
+        "targetPorts": {"type": "array", "minItems": 1, "items": PORT},
+        "endpointPickerRef": {
+            "type": "object", "additionalProperties": False, "required": ["name"],
+            "properties": {"group": {"type": "string"}, "kind": {"type": "string"}, "name": {"type": "string"},
+                           "port": PORT, "failureMode": {"enum": ["FailOpen", "FailClose"]}},
+        },
+    },
+}  # fmt: skip
 
 
 @functools.cache
@@ -185,6 +204,8 @@ def test_pods_are_not_root_and_write_to_volumes_alone(values):
         {"replicas": 2},
         {"adaptersClaim": "no_such_name"},
         {"networkPolicy": {"engines": []}},  # which would let in every pod
+        {"standby": {"enabled": True, "registrySecret": "lora-registry"}},
+        {"standby": {"enabled": True}, "joinTokenSecret": "lora-join"},
     ],
     ids=str,
 )
@@ -211,11 +232,77 @@ def test_the_install_of_the_documents_renders_and_has_every_secret_that_it_makes
     assert config.require_tokens and str(config.join_token_file) == "/join/token" and config.tls_name == "lora.example"
     mounted = {volume.get("secret", {}).get("secretName") for volume in pods(objects)[0]["spec"]["volumes"]}
     text = (ROOT / "deploy/README.md").read_text()
-    assert mounted - {None} == set(re.findall(r"kubectl create secret generic ([\w-]+)", text)) - {"lora-engine"}
-    labels = yaml.safe_load(re.search(r"```yaml\n(metadata.*?)```", text, re.DOTALL)[1])["metadata"]["labels"]
+    made = set(re.findall(r"kubectl create secret generic ([\w-]+)", text))
+    assert mounted - {None} == made - {"lora-engine", "lora-registry"}
+    labels = example("vllm")["Deployment"]["spec"]["template"]["metadata"]["labels"]
     (engines,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["from"]
     assert engines["podSelector"]["matchLabels"].items() <= labels.items()
     assert objects["Service"]["metadata"]["name"] in text
+
+
+def by_name(values):
+    """Objects by kind and name."""
+    texts = chart().render(values, name="lora", namespace="ml").values()
+    found = [one for text in texts for one in yaml.safe_load_all(text) if one]
+    return {(one["kind"], one["metadata"]["name"]): one for one in found}
+
+
+def test_a_standby_is_a_second_controller_that_every_node_knows(monkeypatch):
+    monkeypatch.setenv("LORA_SERVER_REGISTRY", "postgresql://lora@postgres/lora")  # of the Secret
+    objects = by_name(SECURE | {"standby": STANDBY})
+    deployment, service = objects["Deployment", "lora-standby"], objects["Service", "lora-standby"]
+    check_fields("apps.v1.Deployment", deployment)
+    check_fields("core.v1.Service", service)
+    standby = deployment["spec"]["template"]
+    leader, worker = pods({"LeaderWorkerSet": objects["LeaderWorkerSet", "lora"]})
+    configs = [load(flags(pod, rank, 3)) for rank, pod in ((0, leader), (1, worker), (0, standby))]
+    assert [config.standby for config in configs] == [False, False, True]
+    assert {str(config.controller) for config in configs} == {"lora-0.lora.ml:7000,lora-standby.ml:7000"}
+    assert {(config.nodes, config.layout, str(config.join_token_file)) for config in configs} == {
+        (3, "ep4-pp3", "/join/token")
+    }
+    for pod, has in ((leader, True), (worker, False), (standby, True)):
+        named = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container(pod)["env"]}
+        assert named.get("LORA_SERVER_REGISTRY") == ({"name": "lora-registry", "key": "url"} if has else None)
+    labels = [pod["metadata"]["labels"].items() for pod in (leader, worker, standby)]
+    assert [service["spec"]["selector"].items() <= one for one in labels] == [False, False, True]
+    assert not objects["Service", "lora-client"]["spec"]["selector"].items() <= labels[2]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels[2]
+    assert "nvidia.com/gpu" not in str(container(standby)["resources"])
+
+
+def example(name):
+    """Objects of an example, by kind."""
+    return {one["kind"]: one for one in yaml.safe_load_all((ROOT / f"deploy/examples/{name}.yaml").read_text())}
+
+
+def test_the_engines_of_the_example_are_as_the_connector_and_kubernetes_want_them():
+    objects = example("vllm")
+    check_fields("apps.v1.Deployment", objects["Deployment"])
+    check_fields("core.v1.Service", objects["Service"])
+    pod = objects["Deployment"]["spec"]["template"]
+    assert not pod["spec"]["enableServiceLinks"] and objects["Service"]["spec"]["selector"].items() <= (
+        pod["metadata"]["labels"].items()
+    )
+    told = {one["name"]: one["value"] for one in container(pod)["env"]}
+    assert find({}, told).address == told["LORA_SERVER_ADDRESS"]
+    assert set(told) <= {*ENVIRONMENT.values(), TLS_CA, TLS_NAME, TOKEN_FILE}
+    mounts = [one["mountPath"] for one in container(pod)["volumeMounts"]]
+    assert all(told[name].startswith(tuple(mounts)) for name in (TLS_CA, TOKEN_FILE))
+
+
+def test_the_pool_of_the_example_selects_the_engines_at_their_port():
+    objects, engines = example("inference-pool"), example("vllm")["Deployment"]["spec"]["template"]
+    pool = objects["InferencePool"]["spec"]
+    jsonschema.Draft202012Validator(POOL).validate(pool)
+    assert pool["selector"]["matchLabels"].items() <= engines["metadata"]["labels"].items()
+    assert [one["number"] for one in pool["targetPorts"]] == [
+        one["containerPort"] for one in container(engines)["ports"]
+    ]
+    (rule,) = objects["HTTPRoute"]["spec"]["rules"]
+    group, _ = objects["InferencePool"]["apiVersion"].split("/")
+    target = {"group": group, "kind": "InferencePool", "name": objects["InferencePool"]["metadata"]["name"]}
+    assert rule["backendRefs"] == [target]
 
 
 def test_more_nodes_than_shards_are_refused_by_the_server():

@@ -24,11 +24,17 @@ periodSeconds: 5
 timeoutSeconds: 5
 {{- end }}
 
-{{- /* a pod; "leader": whether it is node 0 */}}
+{{- /* the addresses of both controllers, the same text everywhere */}}
+{{- define "controllers" -}}
+{{- $name := .Release.Name }}{{ $port := .Values.ports.control -}}
+{{ $name }}-0.{{ $name }}.{{ .Release.Namespace }}:{{ $port }},{{ $name }}-standby.{{ .Release.Namespace }}:{{ $port }}
+{{- end }}
+
+{{- /* a pod; "leader": whether it has a controller, "standby": whether that is all that it has */}}
 {{- define "pod" -}}
 metadata:
   labels: {{- include "labels" . | nindent 4 }}
-    app.kubernetes.io/component: {{ if .leader }}controller{{ else }}node{{ end }}
+    app.kubernetes.io/component: {{ if .standby }}standby{{ else if .leader }}controller{{ else }}node{{ end }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false  # else variables named after Services, LORA_SERVER_*, would pass for settings
@@ -49,20 +55,32 @@ spec:
       env:
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- if and .leader .Values.standby.enabled }}
+        - name: LORA_SERVER_REGISTRY
+          valueFrom: {secretKeyRef: {name: {{ .Values.standby.registrySecret }}, key: url}}
+        {{- end }}
       command: [lora-server, serve]
       args:
         - --base-model={{ .Values.model.preset | default "/model" }}
         - --layout={{ .Values.layout }}
         - --device={{ .Values.device }}
+        {{- if .standby }}
+        - --nodes={{ .Values.nodes }}
+        - --standby
+        {{- else }}
         - --nodes=$(LWS_GROUP_SIZE)
         - --node-rank=$(LWS_WORKER_INDEX)
+        {{- end }}
         {{- if .leader }}
         - --listen=0.0.0.0:{{ .Values.ports.control }}
         {{- if .Values.adaptersClaim }}
         - --adapters=/adapters
         - --watch
         {{- end }}
-        {{- else }}
+        {{- end }}
+        {{- if .Values.standby.enabled }}
+        - --controller={{ include "controllers" . }}
+        {{- else if not .leader }}
         - --controller=$(LWS_LEADER_ADDRESS):{{ .Values.ports.control }}
         {{- end }}
         - --http=0.0.0.0:{{ .Values.ports.http }}
@@ -99,7 +117,7 @@ spec:
       livenessProbe: {{- include "probe" (dict "path" "/livez" "Values" .Values) | nindent 8 }}
         failureThreshold: 6
       readinessProbe: {{- include "probe" (dict "path" "/readyz" "Values" .Values) | nindent 8 }}
-      resources: {{- toYaml .Values.resources | nindent 8 }}
+      resources: {{- toYaml (.standby | ternary .Values.standby.resources .Values.resources) | nindent 8 }}
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
@@ -121,7 +139,7 @@ spec:
         {{- end }}
   volumes:
     - name: data
-      {{- if and .leader .Values.dataClaim }}
+      {{- if and .leader .Values.dataClaim (not .standby) }}
       persistentVolumeClaim: {claimName: {{ .Values.dataClaim }}}
       {{- else }}
       emptyDir: {sizeLimit: {{ .Values.dataSizeLimit }}}
