@@ -109,8 +109,10 @@ class DirectorySource:
             if self._clock.now() - said > self._timings.progress:
                 log.info("registering", done=done, total=len(found))
                 said = self._clock.now()
+                gc.freeze()  # records stay: a collection that walks all of them stops every call for as long
             self.take(name, path)
         self.keep()
+        gc.freeze()
         start.registered.set()
 
     def keep(self) -> None:

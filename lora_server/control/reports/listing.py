@@ -28,9 +28,11 @@ def page(
             break
         if isinstance(entry, Listing):
             reply.adapters.append(adapter(entry))
+            nbytes += reply.adapters[-1].ByteSize()  # that of the whole reply costs more with each entry
         else:
             reply.refused.append(refusal(entry))
-        nbytes, last = reply.ByteSize(), place
+            nbytes += reply.refused[-1].ByteSize()
+        last = place
     return reply
 
 
