@@ -9,6 +9,7 @@ another one (a mount went away), nothing is changed: all adapters are served on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
