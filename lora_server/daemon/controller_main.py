@@ -7,6 +7,7 @@ it, it reads their state again, and steps go on meanwhile.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from dataclasses import replace
@@ -259,6 +260,7 @@ class ControllerProcess:
 
     def _registered(self) -> None:
         catalog = self.controller.adapters.catalog
+        gc.freeze()  # records stay: collections that walked all of them would stop calls for as long
         self.controller.arrivals.announce()
         log.info(
             "adapters registered", count=len(catalog.records()), refused=[one.name for one in catalog.refusals.listed()]

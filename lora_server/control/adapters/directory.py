@@ -9,7 +9,6 @@ another one (a mount went away), nothing is changed: all adapters are served on.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -110,10 +109,8 @@ class DirectorySource:
             if self._clock.now() - said > self._timings.progress:
                 log.info("registering", done=done, total=len(found))
                 said = self._clock.now()
-                gc.freeze()  # records stay: a collection that walks all of them stops every call for as long
             self.take(name, path)
         self.keep()
-        gc.freeze()
         start.registered.set()
 
     def keep(self) -> None:
