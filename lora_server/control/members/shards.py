@@ -225,7 +225,7 @@ class ShardTable:
         """`generation`: of the placement that the shards of this table are claimed for."""
         self.layout, self._coordination, self.generation = layout, coordination, generation
         self._silence_seconds, self._clock = silence_seconds, clock
-        self._live: dict[int, ShardHandle] = {}
+        self._live: dict[int, ShardHandle] = {}  # by number, in order
         self._told: SharedCommand | None = None  # the last command to all of them
         self.closed = False
         self.ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
@@ -262,7 +262,8 @@ class ShardTable:
                     f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
                 )
             self._claim(handle, older if comes_back else None)
-            self._live[shard], handle.heard, self._told = handle, self._clock.now(), None
+            self._live = dict(sorted({**self._live, shard: handle}.items()))
+            handle.heard, self._told = self._clock.now(), None
         if older is not None:
             older.commands.close()
 
@@ -313,7 +314,7 @@ class ShardTable:
     def live(self) -> dict[int, ShardHandle]:
         """Return the shards that are up, by number."""
         with self._guard:
-            return dict(sorted(self._live.items()))
+            return dict(self._live)
 
     def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
         """Store the counters of a shard's report."""
@@ -356,7 +357,7 @@ class ShardTable:
                     f"shards {unserved} of {self.layout} are not up; "
                     "the server is starting or restarting them: try again"
                 )
-            return dict(sorted(self._live.items()))
+            return dict(self._live)
 
     def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
         """Send a command to every live shard."""
