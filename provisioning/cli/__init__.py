@@ -4,6 +4,7 @@ command    the command and its subcommands    console      errors, progress, fil
 plan       `provision`                        simulate     `provision simulate`
 watch      `provision watch`                  experiment   what `provision simulate` runs
 compare    `provision compare`                flags        `provision`'s flags, parsed elsewhere
+follow     `provision watch --serve`
 references `provision glossary`, `models` and `table4`
 """
 

@@ -30,12 +30,28 @@ def watch(
     plan: Annotated[Path | None, typer.Option(help="plan.yaml of the server (default: none).")] = None,
     seeds: Annotated[int, typer.Option(help="Simulated seeds for the GPUs needed now, at least 5.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    serve: Annotated[
+        int, typer.Option(help="Look every --seconds until SIGTERM, and serve Prometheus metrics on this port. 0: not.")
+    ] = 0,
+    act: Annotated[bool, typer.Option("--act", help="With --serve, run `lora-server resize` for --listen.")] = False,
+    listen: Annotated[str, typer.Option(help="With --act, the server's --listen.")] = "127.0.0.1:7400",
+    min_gpus: Annotated[int, typer.Option(help="Fewest GPUs to shrink to.")] = 1,
+    max_gpus: Annotated[int, typer.Option(help="Most GPUs to grow to. 0: the plan's.")] = 0,
+    calm: Annotated[
+        float,
+        typer.Option(help="Seconds: the server shrinks to the most that was needed in so long; it grows at once."),
+    ] = 600.0,
+    headroom: Annotated[float, typer.Option(help="Plan for so many times the measured load.")] = 1.1,
 ) -> None:
     """Compare a running server with its plan; size it for the measured load, now and per hour of a recorded day."""
     with one_line_errors():
         from provisioning.inputs import count
 
         count(seeds, "--seeds", 5, 1000)
+        if serve:
+            limits = {"least": min_gpus, "most": max_gpus, "calm_s": calm, "headroom": headroom}
+            _follow(server, _plan(plan, context.find_root().command), serve, seconds, listen if act else "", limits)
+            return
         with progress(shown=not as_json) as say:
             scrapes = _scrapes(file, server, seconds, record, say)
             found = _found(scrapes, _plan(plan, context.find_root().command), seeds, say)
@@ -45,6 +61,24 @@ def watch(
         from provisioning.watch.said import print_watch
 
         print_watch(found)
+
+
+def _follow(server: str, plan: Planned | None, port: int, seconds: float, listen: str, limits: dict[str, Any]) -> None:
+    from provisioning.cli import follow
+    from provisioning.inputs import InputError, count, positive
+    from provisioning.watch.autoscale import Bounds
+
+    if plan is None:
+        raise InputError(
+            "--serve: got no --plan, expected the server's plan.yaml; GPUs needed are those of its question"
+        )
+    count(port, "--serve", 1, 65_535)
+    most = count(limits["most"] or plan.candidate.scenario.max_gpus, "--max-gpus", 1, 4096)
+    least = count(limits["least"], "--min-gpus", 1, most)
+    times = {name: positive(limits[name], f"--{name.removesuffix('_s')}") for name in ("calm_s", "headroom")}
+    resize = follow.command(listen) if listen else None
+    bounds = Bounds(least=least, most=most, **times)
+    follow.follow(server, plan, bounds, port, positive(seconds, "--seconds", 3600), resize)
 
 
 def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None, say: Any) -> list[Scrape]:

@@ -82,7 +82,7 @@ def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
 
 def now(measured: Measured, plan: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Advice:
     """Plan GPUs for the measured load; simulated if seeds > 0."""
-    return _advised(_at(plan.scenario, measured), seeds, say)
+    return _advised(at_load(plan.scenario, measured), seeds, say)
 
 
 def corrected(measured: Measured, plan: Candidate) -> tuple[float, Advice] | None:
@@ -90,12 +90,13 @@ def corrected(measured: Measured, plan: Candidate) -> tuple[float, Advice] | Non
     row = next(row for row in compared(measured, plan) if row.what == "compute of a step")
     if row.factor is None or measured.shards["steps"] < _FEW_STEPS:
         return None
-    scenario = _at(plan.scenario, measured)
+    scenario = at_load(plan.scenario, measured)
     model = replace(scenario.model, profile=_slower(scenario, row.factor))
     return row.factor, _advised(replace(scenario, model=model), 0)
 
 
-def _at(scenario: Scenario, measured: Measured) -> Scenario:
+def at_load(scenario: Scenario, measured: Measured) -> Scenario:
+    """Return a plan's question for the load that was measured."""
     found = measured.workload(scenario.workload.lengths)
     return replace(
         scenario.of(found),

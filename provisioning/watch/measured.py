@@ -23,7 +23,7 @@ _MOST_GAP_SECONDS, _DAY_SECONDS = 3600.0, 86_400.0
 class Measured:
     """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held.
 
-    `model` and `geometry` are the server's; empty where it does not say them.
+    `model`, `geometry` and `layout` are the server's; empty where it does not say them.
     """
 
     seconds: float
@@ -36,6 +36,7 @@ class Measured:
     resets: int = 0
     model: str = ""
     geometry: str = ""
+    layout: str = ""
 
     @property
     def requests(self) -> float:
@@ -157,6 +158,7 @@ def _since(earlier: Scrape | None, later: Scrape) -> Measured:
         resets=int(resets > 0),
         model=built.get("model", ""),
         geometry=built.get("geometry", ""),
+        layout=built.get("layout", ""),
     )
 
 
@@ -189,4 +191,5 @@ def _summed(parts: Sequence[Measured]) -> Measured:
         resets=sum(part.resets for part in parts),
         model=parts[-1].model,
         geometry=parts[-1].geometry,
+        layout=parts[-1].layout,
     )
