@@ -51,6 +51,20 @@ def test_a_shard_that_was_restarted_keeps_again_what_its_predecessor_kept(rig):
     until(lambda: told(shards[3]) == ([1, 2], [3, 5]), "it was told")
 
 
+def test_a_restarted_controller_learns_of_all_adapters_though_a_shard_died_with_it(rig):
+    controller, shards = rig
+    until(lambda: all(len(one.memory.loads) == 4 for one in shards), "all shards were told")
+    for one in shards:
+        one.close()
+    memories = [None, *(one.memory for one in shards[1:])]
+    successor = make_controller("ep4-pp1", settled=False)
+    successor.adapters.sync.spread = AdapterSpread(SHARDS, TOLD * SHARDS)
+    shards[:] = [ToldShard(successor, memory, number, pool_bytes=100) for number, memory in enumerate(memories)]
+    assert successor.start.settled.is_set() and successor.arrivals.run == controller.arrivals.run
+    assert [one.record.name for one in successor.adapters.listings.all()] == NAMES
+    until(lambda: told(shards[0]) == ([1, 2], [4, 6]), "the shard that is new keeps what the one that died kept")
+
+
 def test_the_hottest_adapters_are_those_that_clients_hold(rig):
     controller, _ = rig
     lease, _ = controller.clients.join("engine")
