@@ -117,3 +117,11 @@ def test_the_old_shards_serve_on_when_a_process_dies_before_the_new_ones_serve(l
         assert placed(server) == ("ep2-pp1", 1) and shards(server) == serving
         fleet.all_right_again(now())
         assert resize(server, "ep1-pp1").returncode == 0, "another one is possible"
+
+
+def test_stages_that_follow_a_leader_are_resized_as_well(load, tmp_path):
+    with engines(load, tmp_path, "--layout", "ep2-pp1", "--coordination", "leader") as (server, fleet):
+        for generation, layout in enumerate(("ep2-pp2", "ep2-pp1"), start=2):
+            done = resize(server, layout)
+            assert done.returncode == 0 and placed(server) == (layout, generation), done.stderr
+            fleet.all_right_again(now())
