@@ -109,7 +109,8 @@ class Clients:
         that its steps go by, 0 where it does not say. Raises LeaseError."""
         client = self.renew(proof)
         if (lease := self.leases.proven(proof)) is not None:
-            lease.generation = generation or lease.generation
+            if generation or lease.generation < 0:
+                lease.generation = generation
             if waits:
                 self.waits.of(lease.engine.tenant).merge(waits)
         self._admission.settle(client, settled)

@@ -38,6 +38,7 @@ class EngineTraits(NamedTuple):
 
 
 NO_TRAITS = EngineTraits()
+UNHEARD = -1
 
 
 @dataclass
@@ -52,7 +53,7 @@ class ClientLease:
     engine: EngineTraits = NO_TRAITS
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     grant: pb.Grant | None = None  # as shards were sent it
-    generation: int = 0  # of the placement that its steps go by; 0: it pushes none, or joined an earlier controller
+    generation: int = 0  # of the placement that its steps go by; 0: it pushes none, below: it has not said so yet
     replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
     calls: Counts = field(default_factory=Counts)
 
@@ -107,15 +108,15 @@ class Leases:
                 self._next_client = max(self._next_client, grant.client + 1)
                 if grant.client not in self._leases:
                     lease = ClientLease(grant.client, grant.epoch, grant.key, grant.instance, self._horizon())
-                    lease.engine, lease.grant = EngineTraits.of(grant), grant
+                    lease.engine, lease.grant, lease.generation = EngineTraits.of(grant), grant, UNHEARD
                     self._leases[grant.client] = lease
                     adopted.append(grant)
         return adopted
 
     def behind(self, generation: int) -> list[ClientLease]:
-        """Return the clients whose steps go by an earlier placement."""
+        """Return the clients whose steps go by an earlier placement, or may do."""
         with self._lock:
-            return [lease for lease in self._leases.values() if 0 < lease.generation < generation]
+            return [lease for lease in self._leases.values() if lease.generation and lease.generation < generation]
 
     def merged_in(self, version: str) -> set[int]:
         """Return the clients whose base weights contain an adapter version."""

@@ -9,6 +9,8 @@ from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import Timings
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import Proof
 from tests.support.controllers import ToldShard, make_controller
 
 OFFERED = ResizeSupport(refusal="")
@@ -53,6 +55,16 @@ def test_a_resize_whose_shards_do_not_come_leaves_the_server_as_it_was():
         controller.resize.run("ep1-pp2", 1)
     assert ran[2] == {1: "ep1-pp1", 3: "ep1-pp2"}, "no number is used twice"
     shard.close()
+
+
+def test_a_client_of_an_earlier_controller_is_waited_for_until_it_says_by_what_its_steps_go():
+    controller = make_controller(restarted=True)
+    leases = controller.clients.leases
+    leases.adopt([pb.Grant(client=one, epoch=1, key=bytes([one])) for one in (1, 2, 3)], 3)
+    for client, generation in ((1, 1), (2, 0), (3, 2)):
+        assert client in {one.client for one in leases.behind(2)}
+        controller.clients.heartbeat(Proof(client, 1, bytes([client])), generation=generation)
+    assert [one.client for one in leases.behind(2)] == [1]
 
 
 def test_a_restart_serves_the_layout_of_the_last_resize_unless_its_flag_has_changed(tmp_path):
