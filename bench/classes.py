@@ -24,7 +24,7 @@ from bench import admission, harness
 from bench.admission_client import Call, Job, Seen
 from lora_server.demo.launch import RunningServer
 
-PLACES, HOLD_SECONDS, GOLD_ADAPTERS = 8, 0.1, 100
+PLACES, HOLD_SECONDS, GOLD_ADAPTERS = 8, 0.4, 100
 OBJECTIVES = {"gold": 0.5, "silver": 2.0}  # s to the first token
 CLASSES = """
 gold: {slo: "ttft_p99=500ms,tpot_avg=1s", adapters: ["tenant-?", "tenant-??"]}
@@ -97,7 +97,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    given = harness.flags(__doc__, crowd=800, seconds=20.0, rounds=2)
+    given = harness.flags(__doc__, crowd=200, seconds=20.0, rounds=2)
     rows = measure(given.crowd, given.seconds, given.rounds)
     harness.show(given, rows, harness.table("Waits for a place while silver queues", rows, COLUMNS))
 
