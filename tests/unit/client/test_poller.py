@@ -9,6 +9,7 @@ from client_connector.remote import LoadingAnswer, RemoteServer
 from client_connector.serving.poller import AdapterRequest, AdmissionPoller, AdmissionTicket
 from client_connector.serving.request_state import RequestEvent
 from lora_server.access.identity import Role
+from lora_server.control.members.shards import wait_all
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
@@ -36,6 +37,9 @@ def report(gated, name, layers):
 
 def loading(gated, session, name):
     """A request whose adapter is loading, as the driver hands it to the poller."""
+    session.release([one.handle for one in session.acquire([name])])  # shards are told of it when it is named first
+    commands = gated.shard.handle.commands
+    wait_all([commands.send(pb.ShardCommand(revoke=0))], HANG_SECONDS, "what the shard was told before")
     report(gated, name, 0)
     request = AdapterRequest(name, name, ticket=AdmissionTicket(session, session.ticket()))
     answer = session.ask(request.ticket.number, [name], pace=0.0)
