@@ -77,7 +77,7 @@ launchers:
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml
-	@$(PYTHON) deploy/environment.py $(VENV_VLLM) 2.6 \
+	@$(PYTHON) deploy/environment.py $(VENV_VLLM) 2.8 \
 		--no-deps -r constraints-vllm.txt -- --no-deps -e . ./deploy/vllm-cpu
 	@touch $@
 
