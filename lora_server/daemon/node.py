@@ -64,7 +64,6 @@ class Node:
             raise
 
     def _start(self) -> None:
-        exposure.check(self.config)
         if self.config.node_rank == AUTO_RANK:
             self._lease_rank()
         self._stack.enter_context(locked_data(self.config.data_dir, self.config.node_rank))
@@ -73,6 +72,7 @@ class Node:
         self._stack.callback(self._stop_children)
         self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
+        exposure.check(self.config)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
@@ -105,6 +105,7 @@ class Node:
             self._watch(process, process.controller)
 
     def _lease_rank(self) -> None:
+        exposure.check(self.config)
         leased = LeasedRank(self.config)
         self._stack.callback(leased.close)
         self.config = self.config.model_copy(update={"node_rank": leased.acquire(self._stop)})

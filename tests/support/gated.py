@@ -44,6 +44,7 @@ class Gated:
         self.handles = dict(memory)
         self.shard = ToldShard(controller)
         stack.callback(self.shard.close)
+        controller.adapters.sync.spread.tell(self.handles.values())
         for name, handle in memory:
             load = kept(name, handle)
             controller.adapters.catalog.publish(Record.decode(load.record))
