@@ -102,6 +102,7 @@ class ForwardPass:
         owners, limit = self._owners_of(site.layer), self.client.terms.max_step_rows
         messages = route_experts(batch, experts_Tk.cpu().long(), owners, limit)
         if not messages:
+            self.client.end_step()
             return None
         weights = None if given.weights is None else given.weights.cpu()
         given = replace(given, x=self.staged(given.x), weights=weights)
@@ -109,11 +110,12 @@ class ForwardPass:
 
     def finish(self, exchange: Started | None, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for the deltas of a site and pass them to `add`, which must copy what it keeps."""
-        if exchange is None or self.batch is None:
+        if exchange is None:
             return
         assert isinstance(exchange, Exchange)
         try:
-            exchange.finish(add)
+            if self.batch is not None:
+                exchange.finish(add)
         except LoraServerError as error:
             self.failed(error, exchange)
         finally:

@@ -53,7 +53,7 @@ class Arrivals:
     ) -> None:
         """`listed`: the ledger's versions, None without a ledger."""
         self.agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.following: Agreement | None = None  # of the placement that the server is resized to
+        self.beside: Agreement | None = None  # in a resize: of the placement that does not serve yet, or not any more
         self._start, self._restarted, self._listed = start, restarted, listed
         self._clock, self._twins_until = clock, clock.now() + twin_wait
         self.run = ""
@@ -90,12 +90,12 @@ class Arrivals:
             yield
 
     def _staged(self, handle: ShardHandle) -> ShardSync | None:
-        """Return what keeps the placement that the server is resized to, where a shard is of that. Raises LeaseError
-        for one of a placement that is over."""
+        """Return what keeps the other placement of a resize, where a shard is of that: the one that does not serve yet,
+        or the one that clients still leave. Raises LeaseError for a shard of a placement that is over."""
         beside, generation, own = self._adapters.sync.beside, handle.generation, self._shards.generation
         if generation in (0, own):
             return None
-        if self.following is not None and beside is not None and generation == self.following.generation:
+        if self.beside is not None and beside is not None and generation == self.beside.generation:
             return beside
         raise LeaseError(
             f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; pid {handle.pid} "
@@ -103,16 +103,18 @@ class Arrivals:
         )
 
     def _stage(self, handle: ShardHandle, staged: ShardSync) -> ShardHandle:
-        """Register a shard of the placement that the server is resized to: it loads what is in use first."""
+        """Register a shard of the other placement of a resize: it loads what is in use first."""
         with self._lock:
-            if self.following is None or self._staged(handle) is not staged:
+            if self.beside is None or self._staged(handle) is not staged:
                 raise LeaseError(f"shard {handle.shard}: the server is not resized any more; it ends")
-            self._check(handle.registration, self.following)
+            self._check(handle.registration, self.beside)
             staged.shards.arrive(handle)
             handle.commands.send(self._claim(handle, self.run, staged.shards))
             staged.introduce(handle, (), first=self._adapters.admission.active())
+            if handle.generation < self._shards.generation:  # it came back to the clients that have not left it
+                self._clients.introduce_all(handle)
             self._adapters.admission.introduce(handle)
-        if self.following is not None and self.following.coordination == "leader":
+        if self.beside is not None and self.beside.coordination == "leader":
             self._introduce_leader(handle, staged.shards)
         log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid, generation=handle.generation)
         return handle

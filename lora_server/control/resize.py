@@ -100,6 +100,7 @@ class Resize:
         if not self._one.acquire(blocking=False):
             raise ServerBusyError(f"already resizing to {self._progress.layout}: wait for that to end")
         began = self._clock.now()
+        self._progress = pb.ResizeStatus(state="starting", layout=layout)
         try:
             agreement = self._next(layout)
             log.info("resizing", layout=layout, generation=agreement.generation)
@@ -162,14 +163,14 @@ class Resize:
         with sync.lock:
             staged.spread.tell(sync.spread.told)
             sync.beside, parts.shards.beside = staged, table
-        parts.arrivals.following = agreement
+        parts.arrivals.beside = agreement
         return staged
 
     def _end_beside(self) -> None:
         """End the placement that does not serve."""
         parts = self._parts
         sync, serving = parts.adapters.sync, parts.arrivals.agreement
-        parts.arrivals.following = None
+        parts.arrivals.beside = None
         with sync.lock:
             parts.shards.beside = sync.beside = None
         self._support.run_layouts({serving.generation: str(serving.layout)})
@@ -221,11 +222,14 @@ class Resize:
             self._support.layouts.put(PlacedLayout(str(agreement.layout), agreement.generation))
 
     def _serve_from(self, staged: ShardSync, agreement: Agreement) -> None:
-        """Let the placements swap places. Raises ConfigError where what is in use by now does not fit."""
+        """Let the placements swap places. Raises ConfigError where what is in use by now does not fit, and
+        ServerUnavailableError if a new shard was lost meanwhile."""
         parts = self._parts
         with parts.arrivals.alone():
+            if missing := staged.shards.missing():
+                raise ServerUnavailableError(f"shards {missing} of {agreement.layout} were lost: see the node's log")
             parts.adapters.admission.swap(staged, str(agreement.layout))
-            parts.arrivals.agreement, parts.arrivals.following = agreement, None
+            parts.arrivals.agreement, parts.arrivals.beside = agreement, None
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)
                 parts.adapters.admission.introduce(handle)
