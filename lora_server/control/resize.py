@@ -38,8 +38,8 @@ log = structlog.get_logger()
 
 
 class ResizeSupport(NamedTuple):
-    """What a resize needs of the node. `run_layouts` has it run the shards of these layouts, by the generation of their
-    placement, and no others. `refusal` says why the server cannot be resized; empty: it can."""
+    """The part of a resize that the node does. `run_layouts` has it run the shards of these layouts, by the generation
+    of their placement, and no others. `refusal` says why the server cannot be resized; empty: it can."""
 
     run_layouts: Callable[[Mapping[int, str]], None] = lambda layouts: None
     layouts: Layouts | None = None

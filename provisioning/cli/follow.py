@@ -15,7 +15,7 @@ from lora_server.placement import Layout
 from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.watch.autoscale import Autoscaler, Bounds
-from provisioning.watch.exported import Exported
+from provisioning.watch.exported import LookMetrics
 from provisioning.watch.planned import Planned
 
 RESIZE_SECONDS = 120.0  # for the new shards, and again for the engines
@@ -25,7 +25,7 @@ def follow(
     server: str, plan: Planned, bounds: Bounds, port: int, every: float, resize: Callable[[Layout], str] | None
 ) -> None:
     """Look at a server `every` so many seconds until SIGTERM or Ctrl-C; raises InputError at the start alone."""
-    ended, exported = threading.Event(), Exported()
+    ended, exported = threading.Event(), LookMetrics()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
 
