@@ -47,7 +47,7 @@ class ForwardPass:
             return None
         try:
             self.client.step()
-            here = self.client.takes(x_TK.device)
+            here = self.client.lanes.takes(x_TK.device)
             is_routed_there = here and batch.weights_R is None
             rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
             messages = route_dense(batch, self.client.placement.owners(site)[0], self.client.terms.max_step_rows, rows)
@@ -87,7 +87,7 @@ class ForwardPass:
                 waits=self.waits_for_weights,
             )
             client, terms = self.client, self.client.terms
-            if not (client.takes(x.device) and fits(batch, terms.spec.experts)):
+            if not (client.lanes.takes(x.device) and fits(batch, terms.spec.experts)):
                 return self._start_on_host(batch, site, experts_Tk, given)
             weights_Tk = None if weights is None else weights.view(experts_Tk.shape)
             chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, terms.max_step_rows)

@@ -79,7 +79,7 @@ class Arrivals:
             self._settle_if_complete()
         if self.agreement.coordination == "leader":
             self._introduce_leader(handle, self._shards)
-        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
+        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.registration.pid)
         self._publish(handle, "up")
         return handle
 
@@ -98,8 +98,8 @@ class Arrivals:
         if self.beside is not None and beside is not None and generation == self.beside.generation:
             return beside
         raise LeaseError(
-            f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; pid {handle.pid} "
-            f"of node {handle.node} ends"
+            f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; "
+            f"pid {handle.registration.pid} of node {handle.node} ends"
         )
 
     def _stage(self, handle: ShardHandle, staged: ShardSync) -> ShardHandle:
@@ -116,7 +116,9 @@ class Arrivals:
             self._adapters.admission.introduce(handle)
         if self.beside is not None and self.beside.coordination == "leader":
             self._introduce_leader(handle, staged.shards)
-        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid, generation=handle.generation)
+        log.info(
+            "shard up", shard=handle.shard, node=handle.node, pid=handle.registration.pid, generation=handle.generation
+        )
         return handle
 
     def settle(self) -> None:
@@ -212,11 +214,11 @@ class Arrivals:
             is_serving = handle.generation == self._shards.generation
             departed = (self._shards if is_serving else self._shards.beside or self._shards).depart(handle)
         if not is_serving:
-            log.info("shard left", shard=handle.shard, pid=handle.pid, generation=handle.generation)
+            log.info("shard left", shard=handle.shard, pid=handle.registration.pid, generation=handle.generation)
         elif departed:
             self._adapters.sync.count()
             self._adapters.admission.admit()  # where its twin is up, no request waits for its loads any more
-            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
+            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.registration.pid}
             if handle.leaving or self._shards.closed:
                 log.info("shard left", **fields)
                 self._publish(handle, "left")
@@ -225,5 +227,5 @@ class Arrivals:
                 self._publish(handle, "lost")
 
     def _publish(self, handle: ShardHandle, state: str) -> None:
-        event = ShardChanged(handle.shard, handle.node, handle.pid, state)
+        event = ShardChanged(handle.shard, handle.node, handle.registration.pid, state)
         self._adapters.events.publish(SHARD, OPERATOR, event)

@@ -239,10 +239,10 @@ class Resize:
 
     def _move(self, agreement: Agreement, seconds: float) -> tuple[int, int]:
         """Wait for the clients, and end the placement before; return how many moved, and how many lost their lease."""
-        deadline, pause, leases = self._clock.now() + seconds, threading.Event(), self._parts.clients.leases
+        deadline, pause = self._clock.now() + seconds, threading.Event()
         while True:
-            behind = leases.behind(agreement.generation)
-            total = len(leases)
+            leases = [lease for lease, _ in self._parts.clients.leases.silences()]
+            behind, total = [one for one in leases if one.is_behind(agreement.generation)], len(leases)
             self._note("moving", agreement, total - len(behind), total)
             if not behind or self._clock.now() > deadline or self._parts.shards.closed:
                 break

@@ -41,8 +41,8 @@ def follow(server: str, plan: Planned, bounds: Bounds, port: int, every: float, 
 
     scaler = Autoscaler(plan.candidate, bounds, counted if listen else None)
     last = _read(server)
-    built = measured.between([last])
-    plan.check_model(built.model, built.geometry)
+    built = measured.between([last]).server
+    plan.check_model(built)
     if not built.layout:
         raise InputError(f"--server: {server} does not say its layout (lora_server_build_info): upgrade it")
     exported.serve(port)

@@ -111,7 +111,7 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
 
     seen = measured.between(scrapes)
     if plan is not None:
-        plan.check_model(seen.model, seen.geometry)
+        plan.check_model(seen.server)
     candidate = None if plan is None else plan.candidate
     found: dict[str, Any] = {
         "scrapes": len(scrapes),

@@ -81,7 +81,7 @@ class Autoscaler:
 
     def look(self, at: float, measured: Measured) -> Look:
         """Take what was measured until `at` (seconds since 1970), and resize the server if it is to have other GPUs."""
-        serving = Layout.parse(measured.layout)
+        serving = Layout.parse(measured.server.layout)
         look = self._look(at, measured, serving)
         if self._resize is not None and look.wanted != serving.num_shards and at >= self._quiet_until:
             layout = self._layout(measured, look.wanted)

@@ -11,7 +11,7 @@ from lora_server.placement import Layout
 from provisioning.cli import follow
 from provisioning.plan.candidates import evaluate
 from provisioning.watch.autoscale import Autoscaler, Bounds, RecentMost
-from provisioning.watch.measured import Measured
+from provisioning.watch.measured import Measured, ServerBuild
 from provisioning.workload.workload import zipf
 from tests.support.provision import question
 
@@ -30,8 +30,8 @@ def load(in_flight, layout="ep1-pp1", seconds=LOOK_S):
     calls = {f"t{index}": share * in_flight * seconds / 2 for index, share in enumerate(POPULARITY)}
     holds = {name: (num, 2 * num) for name, num in calls.items()}
     num = sum(calls.values())
-    built = {"waited_seconds": 0.0, "layout": str(layout)}
-    return Measured(seconds=seconds, registered=256, holds=holds, admitted=num, at_once=num, **built)
+    sums = {"registered": 256, "holds": holds, "admitted": num, "at_once": num, "waited_seconds": 0.0}
+    return Measured(seconds=seconds, server=ServerBuild(layout=str(layout)), **sums)
 
 
 class Server:
