@@ -20,7 +20,7 @@ for rank in "${!hosts[@]}"; do
     ${SSH:-ssh -o BatchMode=yes} "$host" "bash -c $(printf %q "
         exec 3<&0
         $command < /dev/null 3<&- & node=\$!
-        { cat <&3 > /dev/null; kill \$node; } & watch=\$!
+        { cat <&3 > /dev/null 2>&1; kill \$node; } & watch=\$!
         wait \$node; code=\$?; kill \$watch 2> /dev/null; exit \$code")" <&9 8>&- 9<&- &
     nodes+=($!)
 done

@@ -17,7 +17,12 @@ from typing import Any
 import ray
 import structlog
 from ray.exceptions import RayError
-from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lora_server.config import ServeConfig
@@ -31,7 +36,7 @@ log = structlog.get_logger()
 
 
 class RayServer:
-    """The actors of a server, and their placement group."""
+    """The actors of a server, and their placement group: none of another server, so that `close` ends none of it."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config, self._name = config, f"lora-server-{config.listen.port}"
@@ -41,17 +46,39 @@ class RayServer:
     def start(self, stop: threading.Event) -> None:
         """Start the nodes, or take over those that a launcher which was killed left. Returns early once `stop` is set.
 
-        Raises ConfigError for too few hosts, or where another server has the name.
+        Raises ConfigError for too few hosts, or where another server has the name, LoraServerError if node 0 of a
+        server that runs does not answer.
         """
-        self._group = self._place(stop)
-        if self._group is None:
+        group, is_own = self._place(stop)
+        if group is None:
             return
         settings, secret = self._config.model_dump_json(), node_secret(self._config)
-        self._actors = [self._start(rank, settings, secret) for rank in range(self._config.nodes)]
-        asked, started = [actor.settings.remote() for actor in self._actors], list[Any]()
+        first = self._start(group, 0, settings, secret)
+        if is_own:
+            self._group, self._actors = group, [first]
+        self._compare(first, settings, stop)
+        if stop.is_set():
+            return
+        others = [self._start(group, rank, settings, secret) for rank in range(1, self._config.nodes)]
+        self._group, self._actors = group, [first, *others]
+        asked, started = [actor.settings.remote() for actor in others], list[Any]()
         while len(started) < len(asked) and not stop.is_set():
             started, _ = ray.wait(asked, num_returns=len(asked), timeout=LOOK_SECONDS)
-        if any(ray.get(one) != settings for one in started):
+
+    def _compare(self, first: Any, settings: str, stop: threading.Event) -> None:
+        """Wait for node 0, and compare its settings with ours, unless `stop` is set."""
+        asked, started = [first.settings.remote()], list[Any]()
+        while not started and not stop.is_set():
+            started, _ = ray.wait(asked, timeout=LOOK_SECONDS)
+        try:
+            theirs = ray.get(started)
+        except RayError as error:
+            reason = str(error).partition("\n")[0]
+            raise LoraServerError(
+                f"--launcher ray: node 0 of {self._name} does not answer ({reason}), expected its settings: its "
+                "host may be away; give the command again once Ray has started it elsewhere"
+            ) from error
+        if theirs not in ([], [settings]):
             self._actors, self._group = [], None  # another's
             raise ConfigError(
                 f"--launcher ray: got settings that are not those of the server {self._name}, which runs in this Ray "
@@ -59,26 +86,30 @@ class RayServer:
                 "its command and Ctrl-C"
             )
 
-    def _place(self, stop: threading.Event) -> Any:
-        """Return the placement group; None once `stop` is set."""
-        with suppress(ValueError):  # there is none of this name
-            return get_placement_group(self._name)
-        nodes, seconds = self._config.nodes, self._config.controller_seconds
+    def _place(self, stop: threading.Event) -> tuple[Any, bool]:
+        """Return the placement group, None once `stop` is set, and whether this command made it."""
+        nodes, seconds, is_own = self._config.nodes, self._config.controller_seconds, False
         bundles = [_resources(self._config, rank) for rank in range(nodes)]
-        group = placement_group(bundles, strategy="STRICT_SPREAD", name=self._name, lifetime="detached")
+        try:
+            group = get_placement_group(self._name)
+        except ValueError:  # there is none of this name
+            group = placement_group(bundles, strategy="STRICT_SPREAD", name=self._name, lifetime="detached")
+            is_own = True
         deadline = time.monotonic() + seconds
-        while not group.wait(LOOK_SECONDS):
-            if stop.is_set() or time.monotonic() > deadline:
-                remove_placement_group(group)
+        while not group.wait(LOOK_SECONDS) and not _has_run(group):
+            is_late = time.monotonic() > deadline
+            if stop.is_set() or is_late:
+                if is_own or is_late:  # its launcher was killed
+                    remove_placement_group(group)
                 if stop.is_set():
-                    return None
+                    return None, is_own
                 raise ConfigError(
                     f"--launcher ray: got no {nodes} hosts with {bundles[0]} free within {seconds:g} s, expected one "
                     "per node: add hosts to the Ray cluster, or give fewer --nodes (ray status shows what is free)"
                 )
-        return group
+        return group, is_own
 
-    def _start(self, rank: int, settings: str, secret: str) -> Any:
+    def _start(self, group: Any, rank: int, settings: str, secret: str) -> Any:
         resources = _resources(self._config, rank)
         options = {
             "name": name_of(self._name, rank),
@@ -89,7 +120,7 @@ class RayServer:
             "max_task_retries": 0,
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         }
         return ray.remote(NodeActor).options(**options).remote(self._name, settings, secret, rank)
 
@@ -98,16 +129,21 @@ class RayServer:
         log.info("nodes started on Ray", name=self._name, nodes=self._config.nodes, controller=self._controller())
         self._warn_of_niceness()
         while not stop.wait(LOOK_SECONDS):
-            with suppress(RayError):  # a host is away: Ray starts its actor again
-                answers = [actor.is_hopeless.remote() for actor in self._actors]
-                if any(ray.get(answers, timeout=ASK_SECONDS)):
-                    raise LoraServerError("--launcher ray: a node refuses its settings; see its error above")
+            if any(self._ask("is_hopeless")):
+                raise LoraServerError("--launcher ray: a node refuses its settings; see its error above")
 
     def _warn_of_niceness(self) -> None:
-        with suppress(RayError):
-            asked = [actor.niceness.remote() for actor in self._actors]
-            if any(ray.get(asked, timeout=ASK_SECONDS)):
-                log.warning("Ray runs the nodes behind every other process; start it with RAY_worker_niceness=0")
+        if any(self._ask("niceness")):
+            log.warning("Ray runs the nodes behind every other process; start it with RAY_worker_niceness=0")
+
+    def _ask(self, method: str) -> list[Any]:
+        """Return what the nodes answer, but for those whose host is away: Ray starts their actors again."""
+        asked, answers = [getattr(actor, method).remote() for actor in self._actors], list[Any]()
+        came, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_SECONDS)
+        for one in came:
+            with suppress(RayError):
+                answers.append(ray.get(one))
+        return answers
 
     def _controller(self) -> str:
         with suppress(RayError):
@@ -141,10 +177,16 @@ def serve_on_ray(config: ServeConfig) -> None:
     server = RayServer(config)
     try:
         server.start(stop)
-        server.watch(stop)
+        if not stop.is_set():
+            server.watch(stop)
     finally:
         server.close()
         ray.shutdown()
+
+
+def _has_run(group: Any) -> bool:
+    """Return whether a placement group has had its hosts, though one may be gone by now."""
+    return bool(placement_group_table(group).get("state") == "RESCHEDULING")
 
 
 def _resources(config: ServeConfig, rank: int) -> Mapping[str, float]:

@@ -83,9 +83,11 @@ class LeasedRank:
         self._channel.close()
 
     def _keep(self, fail: Callable[[LoraServerError], None]) -> None:
+        said = ""
         while not self._closed.wait(self._config.timings.rank_beat):
             try:
                 self._ask()
+                said = ""
             except LeaseError:
                 rank = self._lease.rank
                 self._lease = pb.RankLease()
@@ -96,8 +98,12 @@ class LeasedRank:
                     )
                 )
                 return
-            except LoraServerError as error:  # its controller is away: shards serve on, and say so
+            except ServerUnavailableError as error:  # shards serve on, and say so
                 log.debug("cannot renew the lease of this node's rank", reason=str(error))
+            except LoraServerError as error:
+                if str(error) != said:
+                    log.error("cannot renew the lease of this node's rank", reason=str(error))
+                    said = str(error)
 
     def _ask(self, leaves: bool = False) -> pb.RankLease:
         """Ask for a rank, or renew or end the lease of one. Raises what the controller says."""

@@ -85,9 +85,16 @@ class NodeActor:
             stdin.write(json.dumps(self._own(controller)).encode())
         while process.poll() is None:
             if self._stopping.wait(LOOK_SECONDS) or (self._rank and self._ask_controller() not in ("", controller)):
-                process.send_signal(signal.SIGTERM)
-                process.wait()
+                self._end(process)
         return process.returncode
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGTERM)
+        try:  # the node gives its children so long, and then ends itself
+            process.wait(json.loads(self._shared)["timings"]["stop"] + AGAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _own(self, controller: str) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(self._shared)

@@ -103,6 +103,11 @@ def _for_the_far_side():
     return {"PATH": BIN} | {name: os.environ[name] for name in kept if name in os.environ}
 
 
+def test_a_node_that_ends_ends_the_script(typed, ssh):
+    (command,) = commands("deploy/ssh/serve.sh")
+    assert typed(f"{command} --layout none", PORT=str(free_ports(2)), SSH=ssh).wait(HANG_SECONDS) == 2
+
+
 def test_ssh_starts_the_nodes_and_stops_them_with_the_script(typed, ssh, load, tmp_path):
     port = free_ports(2)
     (command,) = commands("deploy/ssh/serve.sh")

@@ -42,10 +42,11 @@ def cluster():
 class Launched:
     """The command, and the server that it started."""
 
-    def __init__(self, cluster, load, log, port):
+    def __init__(self, cluster, load, log, port, nodes=2):
         self.log, self.port = log, port
-        command = [sys.executable, "-m", "lora_server", "serve", *flags(load, "--layout", "ep1-pp2"), "--nodes", "2"]
-        command += ["--launcher", "ray", "--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "lora_server", "serve", *flags(load, "--layout", f"ep1-pp{nodes}")]
+        command += ["--nodes", str(nodes), "--launcher", "ray"]
+        command += ["--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
         own = os.environ | {"RAY_ADDRESS": cluster.address} | ALONE
         with log.open("ab") as stream:
             self.process = subprocess.Popen(children.own(command), env=own, stdout=stream, stderr=stream)
@@ -88,6 +89,11 @@ def test_nodes_of_a_server_are_actors_on_hosts_of_their_own(cluster, tmp_path):
         (host,) = (one for one in cluster.hosts if one.node_ip_address != address.partition(":")[0])
         lost = processes_of(host)
         assert second in {one.pid for one in lost} and first not in {one.pid for one in lost}
+
+        other = Launched(cluster, load, tmp_path / "log of another", port, nodes=3)  # by mistake
+        assert other.process.wait(HANG_SECONDS) == 2, other.log.read_text()
+        assert "got settings that are not those of the server" in other.log.read_text()
+        assert shards(address) == [first, second]
 
         cluster.add_node(num_cpus=2, node_ip_address=HOSTS[2])
         for process in lost:  # the whole host

@@ -29,8 +29,7 @@ def submit(slurm, load, tmp_path):
     def submit(script, *options, nodes=()):
         port = free_ports(2)
         server = flags(load, "--layout", "ep1-pp2", *nodes)
-        output = f"--output={tmp_path}/%x-%a", f"--chdir={tmp_path}", f"--export=ALL,PORT={port}"
-        slurm.run("sbatch", *output, *options, str(FOLDER / script), *server)
+        slurm.run("sbatch", *into(tmp_path, port), *options, str(FOLDER / script), *server)
 
         def said():
             texts = (one.read_text() for one in tmp_path.glob("lora-server-*"))
@@ -43,6 +42,10 @@ def submit(slurm, load, tmp_path):
     yield submit
     slurm.run("scancel", "--user=root")
     until(lambda: not slurm.run("squeue", "-h"), "the jobs have ended")
+
+
+def into(folder, port):
+    return f"--output={folder}/%x-%a", f"--chdir={folder}", f"--export=ALL,PORT={port}"
 
 
 def ranks(address):
@@ -80,3 +83,12 @@ def test_a_spare_of_an_array_takes_the_rank_of_a_host_that_died(submit, slurm, l
         slurm.start_host(host)
         running = "squeue", "-h", "--states=RUNNING", "-o", "%N"
         until(lambda: host in slurm.run(*running).split(), "Slurm runs its task again: a spare")
+
+
+def test_refused_settings_end_a_task_of_an_array(slurm, load, tmp_path):
+    script = str(FOLDER / "elastic.sbatch")
+    number = slurm.run(
+        "sbatch", "--parsable", "--array=0", *into(tmp_path, free_ports(2)), script, *flags(load, "--layout", "none")
+    ).strip()
+    jobs = "squeue", "-h", "--states=all", f"--jobs={number}", "-o", "%T %i"
+    until(lambda: "FAILED" in slurm.run(*jobs), "it has failed")

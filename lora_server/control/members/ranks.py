@@ -53,10 +53,13 @@ class RankLeases:
             return True
 
     def grant(self, node: bytes) -> RankLease | None:
-        """Lease the lowest free rank to a node; None while there is none."""
+        """Lease the lowest free rank to a node, or the one that it has; None while there is none."""
         with self._lock:
             if self._clock.now() < self._grants_from:
                 return None
+            for lease in self._leases.values():
+                if lease.node == node and self._is_held(lease.rank):  # the answer to its first claim was lost
+                    return self._note(lease)
             for rank in range(1, self.nodes):
                 if self._is_free(rank):
                     older = self._leases.get(rank)
@@ -74,9 +77,12 @@ class RankLeases:
         self._leases[lease.rank], self._heard[lease.rank] = lease, self._clock.now()
         return lease
 
-    def _is_free(self, rank: int) -> bool:
+    def _is_held(self, rank: int) -> bool:
         heard = self._heard.get(rank)
-        if heard is not None and self._clock.now() - heard <= self._silence_seconds:
+        return heard is not None and self._clock.now() - heard <= self._silence_seconds
+
+    def _is_free(self, rank: int) -> bool:
+        if self._is_held(rank):
             return False
         serving = self._shards.live().keys() - self._shards.lost().keys()  # also of nodes that were given this rank
         return not serving & set(share(self._shards.layout.num_shards, self.nodes, rank))

@@ -35,6 +35,15 @@ def test_every_rank_above_0_goes_to_one_node(ranks):
     assert ranks.renew(first) and ranks.renew(second)
 
 
+def test_a_node_that_claims_again_gets_the_rank_that_it_has(ranks, clock):
+    """The answer to its first claim was lost."""
+    first = ranks.grant(A)
+    assert ranks.grant(A) == first
+    assert ranks.grant(B).rank == 2
+    ranks.end(first)
+    assert ranks.grant(A).epoch > first.epoch
+
+
 def test_a_lease_ends_with_its_node_or_after_a_silence(ranks, clock):
     first, second = ranks.grant(A), ranks.grant(B)
     ranks.end(first)
