@@ -34,10 +34,14 @@ HEAD = (
 
 
 def calls_of(row: dict[str, Any], rates: list[float], traces: Path) -> tuple[list[Call], float] | None:
-    """Draw a row's calls anew, as bench/race does; returns them and the row's seconds, or None for another kind."""
+    """Draw a row's calls anew, as bench/race does; returns them and the row's seconds, or None for another kind.
+
+    Poisson rows of races that did not record `seed` have that of their place among the race's `rates`.
+    """
     adapters, seconds = load.names(SITES, row["adapters"]), round(row["calls"] / row["rate"], 6)
     if row["load"] == "poisson":
-        return load.poisson(adapters, row["rate"], seconds, 10 + rates.index(row["rate"])), seconds
+        seed = row.get("seed", 10 + rates.index(row["rate"]))
+        return load.poisson(adapters, row["rate"], seconds, seed), seconds
     if row["load"] == "tuning":
         return load.poisson(adapters, row["rate"], seconds, 1), seconds
     if row["load"] in load.TRACES and (file := traces / load.TRACES[row["load"]]).exists():
@@ -78,11 +82,15 @@ def lines(race: dict[str, Any], profile: Path, traces: Path) -> Iterator[tuple[s
     for row in race["rows"]:
         if row["sites"] != SITES:
             continue
-        same = {one["rate"] for one in race["rows"] if (one["load"], one["adapters"]) == ("poisson", row["adapters"])}
+        same = {one["rate"] for one in race["rows"] if _kind(one) == ("poisson", SITES, row["adapters"])}
         drawn = calls_of(row, sorted(same), traces)
         found = simulated(drawn[0], row, profile) if drawn else None
         if drawn is None or found is None:
             continue
+        if len(drawn[0]) != row["calls"]:
+            raise ValueError(
+                f"{row['load']}: drew {len(drawn[0])} calls, the race had {row['calls']}; give its --traces"
+            )
         said = scored(*drawn, found)
         pairs = ((row, "measured"), (said, "predicted"))
         ttft = [f"{one['ttft_p50_s']:.2f}/{one['ttft_p95_s']:.2f}" for one, _ in pairs]
@@ -90,6 +98,10 @@ def lines(race: dict[str, Any], profile: Path, traces: Path) -> Iterator[tuple[s
         points = f"{row['within']:.1%} | {said['within']:.1%} | {100 * (said['within'] - row['within']):+.1f}"
         where = f"{row['load']} {row['rate']:g}/s | {row['adapters']} | {row['system']}"
         yield f"| {where} | {points} | {' | '.join(ttft)} | {' | '.join(tpot)} |", row["within"], said["within"]
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["load"], row["sites"], row["adapters"]
 
 
 def main() -> None:

@@ -12,13 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from client_connector.exchange import Exchange, StepTimes
 from client_connector.lanes import ShardLanes
-from client_connector.packing import Activations, HostPacker, M, Packer
+from client_connector.packing import M, Packer
 from client_connector.reconnect import while_away
-from client_connector.routing import in_step, probe_messages
+from client_connector.routing import in_step
 from client_connector.session import Server, Session
 from lora_server import __version__, telemetry
 from lora_server.errors import GeometryMismatchError, LoraServerError
@@ -52,8 +50,6 @@ class Client:
         self.terms: Terms = session.terms
         self.placement = session.terms.placement
         self.lanes = ShardLanes(session.links, session.terms.layout, session.twins)
-        devices = {link.device for link in session.links}
-        self._device = devices.pop() if len(devices) == 1 else None
 
     def step(self) -> None:
         """Begin a site's step, before it is routed: after the server was resized, go by its new placement. `end_step`
@@ -138,10 +134,6 @@ class Client:
         """Leave; idempotent."""
         self.session.leave()
 
-    def takes(self, device: torch.device) -> bool:
-        """Return whether every shard takes activations from a device without a copy to the host."""
-        return self._device is not None and self._device == device
-
     def start(self, packer: Packer[M], messages: Sequence[M]) -> Exchange:
         """Push as many messages as fit; `finish` pushes the rest. Raises StepError."""
         self.lanes.settle()
@@ -153,13 +145,6 @@ class Client:
         for shard in exchange.queue(messages):
             exchange.push(shard)
         return exchange
-
-    def probe(self, like: Exchange, handle: int) -> None:
-        """Send a row of zeros through one adapter, at the site of another exchange; raises the adapter's error."""
-        given = like.packer.given
-        one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window, waits=given.waits)
-        messages = probe_messages(self.placement, like.site, handle)
-        self.start(HostPacker(self.terms, like.site, one), messages).finish(lambda message, delta: None)
 
 
 def by_value(values: Mapping[int, object], what: str) -> str:

@@ -47,7 +47,7 @@ class ForwardPass:
             return None
         try:
             self.client.step()
-            here = self.client.takes(x_TK.device)
+            here = self.client.lanes.takes(x_TK.device)
             is_routed_there = here and batch.weights_R is None
             rows = batch.on(x_TK.device, len(x_TK)).rows_R if is_routed_there else None
             messages = route_dense(batch, self.client.placement.owners(site)[0], self.client.terms.max_step_rows, rows)
@@ -87,7 +87,7 @@ class ForwardPass:
                 waits=self.waits_for_weights,
             )
             client, terms = self.client, self.client.terms
-            if not (client.takes(x.device) and fits(batch, terms.spec.experts)):
+            if not (client.lanes.takes(x.device) and fits(batch, terms.spec.experts)):
                 return self._start_on_host(batch, site, experts_Tk, given)
             weights_Tk = None if weights is None else weights.view(experts_Tk.shape)
             chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, terms.max_step_rows)
@@ -102,6 +102,7 @@ class ForwardPass:
         owners, limit = self._owners_of(site.layer), self.client.terms.max_step_rows
         messages = route_experts(batch, experts_Tk.cpu().long(), owners, limit)
         if not messages:
+            self.client.end_step()
             return None
         weights = None if given.weights is None else given.weights.cpu()
         given = replace(given, x=self.staged(given.x), weights=weights)
@@ -109,11 +110,12 @@ class ForwardPass:
 
     def finish(self, exchange: Started | None, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for the deltas of a site and pass them to `add`, which must copy what it keeps."""
-        if exchange is None or self.batch is None:
+        if exchange is None:
             return
         assert isinstance(exchange, Exchange)
         try:
-            exchange.finish(add)
+            if self.batch is not None:
+                exchange.finish(add)
         except LoraServerError as error:
             self.failed(error, exchange)
         finally:

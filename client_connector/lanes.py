@@ -3,9 +3,10 @@ each of the shard's twins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import structlog
+import torch
 
 from client_connector.twins import TwinLinks
 from lora_server.errors import LoraServerError, StepError, StepTimeoutError
@@ -76,7 +77,7 @@ class ShardLanes:
     steps take a twin's lane, until the preferred one has answered or is connected again.
     """
 
-    def __init__(self, links: Iterable[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
+    def __init__(self, links: Collection[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
         """`twins`: where there are replicas, what connects lost links again."""
         self._twins, self._width = twins, layout.width
         self.failover = twins.failover if twins is not None else 0.0
@@ -85,6 +86,11 @@ class ShardLanes:
             self._add(link)
         self._chosen = [lanes[0] for lanes in self._lanes if lanes]
         self._is_unsettled = False  # a lane is lost or silent, or another one came
+        self._devices = {link.device for link in links}
+
+    def takes(self, device: torch.device) -> bool:
+        """Return whether every shard takes activations from a device without a copy to the host."""
+        return self._devices == {device}
 
     def _add(self, link: Link) -> None:
         lanes, first = self._lanes[link.shard % self._width], self._twins.replica if self._twins is not None else 0

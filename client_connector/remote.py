@@ -120,7 +120,7 @@ class RemoteSession(Session):
         self._left = threading.Event()
         self.links: list[Link] = []
         self.endpoints: list[pb.Endpoint] = []  # of the shards, when it joined
-        self.moves = MoveSlot()
+        self.moves, self._moved_to = MoveSlot(), 0  # the generation of the last one
         request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
         request.MergeFrom(server.joins)
         try:
@@ -197,6 +197,7 @@ class RemoteSession(Session):
             log.warning("cannot move to the shards of another layout yet", layout=move.layout, reason=str(error))
             return
         self.moves.offer(offered)
+        self._moved_to = move.generation
         log.info("connected to the shards of another layout", layout=move.layout, generation=move.generation)
 
     def _heartbeat(self, lease_seconds: float) -> None:
@@ -205,7 +206,7 @@ class RemoteSession(Session):
                 twins, seconds = self.twins, lease_seconds / 2
                 reply = self._beat(seconds, twins.lacking() if twins is not None else ())
                 self._sender.report(restores=reply.forgot)
-                if reply.HasField("move"):
+                if reply.HasField("move") and reply.move.generation > self._moved_to:  # else it was offered already
                     self._offer_move(reply.move, time.monotonic() + seconds / 2)
                 if twins is not None and reply.endpoints:
                     if self.calls.holder is not None:

@@ -227,7 +227,7 @@ def ladder(
     going, beyond = list(names), [round(rates[-1] * 1.25**step, 1) for step in range(1, climbs + 1)]
     for number, rate in enumerate([*rates, *beyond]):
         calls = load.poisson(adapters, rate, race.plan.seconds, 10 + number)
-        rows = race.run(going, calls, load="poisson", rate=rate, **about)
+        rows = race.run(going, calls, load="poisson", rate=rate, seed=10 + number, **about)
         least = 0.5 if rate < rates[-1] else score.ENOUGH
         going = [one["system"] for one in rows if one["within"] >= least]
         if not going:

@@ -22,8 +22,8 @@ from typing_extensions import override
 from client_connector.client import Client
 from client_connector.exchange import Exchange, Started
 from client_connector.forward_pass import ForwardPass
-from client_connector.packing import Window
-from client_connector.routing import Batch, Message
+from client_connector.packing import Activations, HostPacker, Window
+from client_connector.routing import Batch, Message, probe_messages
 from client_connector.serving.plan import RETRY, Assigned, Failure
 from lora_server.errors import AdapterError, AdapterNotLoadedError, LoraServerError
 from lora_server.logs import Repeats
@@ -157,7 +157,7 @@ class HostSites(ForwardPass, SiteSteps):
         if isinstance(error, AdapterNotLoadedError):
             self._failures.spare(dict.fromkeys(error.handles, error))
         elif exchange is not None and isinstance(error, AdapterError):
-            self._failures.spare_innocent(exchange.site, lambda handle: self.client.probe(exchange, handle))
+            self._failures.spare_innocent(exchange.site, lambda handle: _probe(self.client, exchange, handle))
 
     @override
     def staged(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,3 +170,11 @@ class HostSites(ForwardPass, SiteSteps):
         staged.copy_(x, non_blocking=True)
         torch.cuda.current_stream(x.device).synchronize()
         return staged
+
+
+def _probe(client: Client, like: Exchange, handle: int) -> None:
+    """Send a row of zeros through one adapter, at the site of another exchange; raises the adapter's error."""
+    given = like.packer.given
+    one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window, waits=given.waits)
+    messages = probe_messages(client.placement, like.site, handle)
+    client.start(HostPacker(client.terms, like.site, one), messages).finish(lambda message, delta: None)

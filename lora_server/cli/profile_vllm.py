@@ -41,8 +41,6 @@ def profile_vllm(
     installed.require("demo")
     from lora_server.demo.vllm_profile import EnginePlan, measure
 
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out: no directory {out.parent}; create it first")
     plan = EnginePlan(
         base_model=base_model,
         adapters=adapters,
@@ -51,6 +49,10 @@ def profile_vllm(
         engine_args=_object(engine_args),
         serve_args=tuple(shlex.split(serve_args)),
     )
+    try:
+        out.open("a").close()  # now, not after minutes; an older result stays until then
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}; give another file") from None
     with terminal.progress(transient=True) as progress:
         task = progress.add_task("starting", total=None)
         asked = shlex.join(["lora-server", *sys.argv[1:]])

@@ -53,7 +53,7 @@ class Arrivals:
     ) -> None:
         """`listed`: the ledger's versions, None without a ledger."""
         self.agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.following: Agreement | None = None  # of the placement that the server is resized to
+        self.beside: Agreement | None = None  # in a resize: of the placement that does not serve yet, or not any more
         self._start, self._restarted, self._listed = start, restarted, listed
         self._clock, self._twins_until = clock, clock.now() + twin_wait
         self.run = ""
@@ -79,7 +79,7 @@ class Arrivals:
             self._settle_if_complete()
         if self.agreement.coordination == "leader":
             self._introduce_leader(handle, self._shards)
-        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
+        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.registration.pid)
         self._publish(handle, "up")
         return handle
 
@@ -90,31 +90,35 @@ class Arrivals:
             yield
 
     def _staged(self, handle: ShardHandle) -> ShardSync | None:
-        """Return what keeps the placement that the server is resized to, where a shard is of that. Raises LeaseError
-        for one of a placement that is over."""
+        """Return what keeps the other placement of a resize, where a shard is of that: the one that does not serve yet,
+        or the one that clients still leave. Raises LeaseError for a shard of a placement that is over."""
         beside, generation, own = self._adapters.sync.beside, handle.generation, self._shards.generation
         if generation in (0, own):
             return None
-        if self.following is not None and beside is not None and generation == self.following.generation:
+        if self.beside is not None and beside is not None and generation == self.beside.generation:
             return beside
         raise LeaseError(
-            f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; pid {handle.pid} "
-            f"of node {handle.node} ends"
+            f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; "
+            f"pid {handle.registration.pid} of node {handle.node} ends"
         )
 
     def _stage(self, handle: ShardHandle, staged: ShardSync) -> ShardHandle:
-        """Register a shard of the placement that the server is resized to: it loads what is in use first."""
+        """Register a shard of the other placement of a resize: it loads what is in use first."""
         with self._lock:
-            if self.following is None or self._staged(handle) is not staged:
+            if self.beside is None or self._staged(handle) is not staged:
                 raise LeaseError(f"shard {handle.shard}: the server is not resized any more; it ends")
-            self._check(handle.registration, self.following)
+            self._check(handle.registration, self.beside)
             staged.shards.arrive(handle)
             handle.commands.send(self._claim(handle, self.run, staged.shards))
             staged.introduce(handle, (), first=self._adapters.admission.active())
+            if handle.generation < self._shards.generation:  # it came back to the clients that have not left it
+                self._clients.introduce_all(handle)
             self._adapters.admission.introduce(handle)
-        if self.following is not None and self.following.coordination == "leader":
+        if self.beside is not None and self.beside.coordination == "leader":
             self._introduce_leader(handle, staged.shards)
-        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid, generation=handle.generation)
+        log.info(
+            "shard up", shard=handle.shard, node=handle.node, pid=handle.registration.pid, generation=handle.generation
+        )
         return handle
 
     def settle(self) -> None:
@@ -210,11 +214,11 @@ class Arrivals:
             is_serving = handle.generation == self._shards.generation
             departed = (self._shards if is_serving else self._shards.beside or self._shards).depart(handle)
         if not is_serving:
-            log.info("shard left", shard=handle.shard, pid=handle.pid, generation=handle.generation)
+            log.info("shard left", shard=handle.shard, pid=handle.registration.pid, generation=handle.generation)
         elif departed:
             self._adapters.sync.count()
             self._adapters.admission.admit()  # where its twin is up, no request waits for its loads any more
-            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
+            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.registration.pid}
             if handle.leaving or self._shards.closed:
                 log.info("shard left", **fields)
                 self._publish(handle, "left")
@@ -223,5 +227,5 @@ class Arrivals:
                 self._publish(handle, "lost")
 
     def _publish(self, handle: ShardHandle, state: str) -> None:
-        event = ShardChanged(handle.shard, handle.node, handle.pid, state)
+        event = ShardChanged(handle.shard, handle.node, handle.registration.pid, state)
         self._adapters.events.publish(SHARD, OPERATOR, event)

@@ -131,8 +131,12 @@ class Clients:
             self._forget(client)
 
     def gone(self, shard: int, client: int, epoch: int) -> None:
-        """Note that a client's connection to a shard ended; end its lease unless it has one to a twin that is up."""
-        is_over = self._start.settled.is_set() and self.leases.find(client, epoch) is None
+        """Note that a client's connection to a shard that serves ended; end its lease unless it has one to a twin that
+        is up, or its steps still go by the placement before."""
+        lease = self.leases.find(client, epoch)
+        is_over = self._start.settled.is_set() and lease is None
+        if lease is not None and 0 < lease.generation < self._shards.generation:
+            return  # it could not connect to all new shards, and tries again
         if not is_over and self.twins.part(shard, client):
             self.end(client, epoch)
 
@@ -178,12 +182,13 @@ class Clients:
         self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")
 
     def introduce_all(self, handle: ShardHandle) -> None:
-        """Send a shard of a new placement the clients that there are, before anything that they hold."""
+        """Send a shard of either placement of a resize the clients that there are, before what they hold."""
         for lease, _ in self.leases.silences():
             if lease.grant is not None:
-                lease.grant.generation = handle.generation
                 grant = pb.Grant()
                 grant.CopyFrom(lease.grant)
+                grant.generation = handle.generation
+                lease.grant.generation = max(lease.grant.generation, handle.generation)
                 handle.commands.send(pb.ShardCommand(grant=grant))
             if self.leases.find(lease.client, lease.epoch) is None:  # it left in between
                 handle.commands.send(pb.ShardCommand(revoke=lease.client))

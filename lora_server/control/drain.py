@@ -103,7 +103,7 @@ class Drain:
                         f"{seconds:g} s; give it longer"
                     )
                 self._clients.end_all()  # they hold nothing, and join anew when they want something
-                old = live[shard].pid
+                old = live[shard].registration.pid
                 log.info("restarting a shard", shard=shard, pid=old)
                 stop = live[shard].commands.send(pb.ShardCommand(stop=True))
                 wait_all([stop], max(1.0, deadline - self._clock.now()), "its end")
@@ -113,7 +113,7 @@ class Drain:
 
     def _is_new(self, shard: int, old: int) -> bool:
         live = self._shards.live()
-        is_new = shard in live and live[shard].pid != old
+        is_new = shard in live and live[shard].registration.pid != old
         return is_new and not self._shards.layout.unserved(self._shards.missing())
 
     def _until(self, done: Callable[[], bool], deadline: float, shard: int) -> None:

@@ -33,14 +33,15 @@ def why_fixed(config: ProcessConfig) -> str:
 class NodeShards:
     """The shards of this node, by the generation of their placement. Thread-safe.
 
-    Where two placements run, the failure of a shard of the later one ends nothing: the controller goes on with the
-    earlier one.
+    Where two placements run, the failure of a shard of the later one ends nothing yet: the controller may go on with
+    the earlier one. It is fatal if the later one remains.
     """
 
     def __init__(self, process: ProcessConfig, start: StartShard, on_fatal: OnFatal) -> None:
         """`process`: the node's own settings, but for the layout."""
         self._process, self._start, self._on_fatal = process, start, on_fatal
         self._running: dict[int, list[Child]] = {}
+        self._failed: dict[int, LoraServerError] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -51,6 +52,9 @@ class NodeShards:
                 return
             for generation in self._running.keys() - layouts.keys():
                 processes.stop(self._running.pop(generation), self._process.timings.stop)
+                self._failed.pop(generation, None)
+            if (reason := self._failed.get(min(layouts))) is not None:
+                self._on_fatal(reason)
             for generation in sorted(layouts.keys() - self._running.keys()):
                 self._running[generation] = []
                 self._start_all(
@@ -65,6 +69,7 @@ class NodeShards:
                 name = f"{name} of generation {generation}"
 
             def fail(reason: LoraServerError) -> None:
+                self._failed[generation] = reason
                 if generation == min(self._running, default=generation):
                     self._on_fatal(reason)
                 else:

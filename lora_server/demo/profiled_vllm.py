@@ -45,6 +45,14 @@ class CellTimes(msgspec.Struct):
     step_us: float
 
 
+class EngineTimes(msgspec.Struct):
+    """The times of the cells, and vLLM's limits of a step in effect: its defaults differ by device."""
+
+    cells: list[CellTimes]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 class _Engine:
     """The engine and the adapters' numbers."""
 
@@ -84,7 +92,7 @@ class _Engine:
         return times
 
 
-async def run(job: StepJob) -> list[CellTimes]:
+async def run(job: StepJob) -> EngineTimes:
     """Start the engine and measure every cell."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -92,7 +100,9 @@ async def run(job: StepJob) -> list[CellTimes]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job.settings))
     try:
         measured = _Engine(engine, job.paths)
-        return [await measured.cell(cell) for cell in job.cells]
+        limits = engine.vllm_config.scheduler_config
+        found = [await measured.cell(cell) for cell in job.cells]
+        return EngineTimes(found, limits.max_num_seqs, limits.max_num_batched_tokens)
     finally:
         engine.shutdown()
 

@@ -7,7 +7,9 @@ many slots), it has medians in us:
     decode     a step of so many requests that decode, with adapters in turn
     prompt     the step of a lone prompt of so many tokens, whose adapter is in a slot
     entry_us   what a request takes before its first step, and its token after that
-    load_us    coupled: what a prompt's step takes longer where its adapter is in host memory, not in a slot
+    load_us    coupled: what a prompt's step takes longer where its adapter is in host memory, not in a slot;
+               an engine with a slot for each adapter has none
+    max_num_seqs, max_num_batched_tokens   vLLM's limits of a step, as they were in effect
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from lora_server import spec
 from lora_server.adapters import find_adapters
 from lora_server.demo import children
 from lora_server.demo.launch import ENGINE_SECONDS, running_server
-from lora_server.demo.profiled_vllm import CellTimes, StepAsk, StepJob
+from lora_server.demo.profiled_vllm import CellTimes, EngineTimes, StepAsk, StepJob
 from lora_server.errors import ConfigError, LoraServerError
 
 DECODE, PROMPTS = (1, 2, 4, 8, 16, 32), (1, 16, 64, 128, 256)
@@ -67,6 +69,8 @@ def measure(plan: EnginePlan, command: str, say: Callable[[str], None]) -> dict[
     names = list(find_adapters(plan.adapters))
     if not names:
         raise ConfigError(f"--adapters: {plan.adapters} has no adapters, expected one or more PEFT adapters")
+    if plan.slots and min(plan.slots) >= len(names):
+        raise ConfigError(f"--slots: expected fewer than the {len(names)} adapters, so that loads are measured")
     ranks = sorted(_rank(plan.adapters / name) for name in names)
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-profile-") as scratch:
         ways = _Ways(plan, names, ranks[-1], Path(scratch))
@@ -113,10 +117,11 @@ class _Ways:
                 environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
             asked = cells(names if paths else [None], slots)
             found = self._run(StepJob(settings, paths, list(asked.values())), environment)
-        times = dict(zip(asked, found, strict=True))
-        return {"lora": kind, "slots": slots, "threads": threads, **terms(times)}
+        limits = {"max_num_seqs": found.max_num_seqs, "max_num_batched_tokens": found.max_num_batched_tokens}
+        times = dict(zip(asked, found.cells, strict=True))
+        return {"lora": kind, "slots": slots, "threads": threads, **limits, **terms(times)}
 
-    def _run(self, job: StepJob, environment: Mapping[str, str]) -> list[CellTimes]:
+    def _run(self, job: StepJob, environment: Mapping[str, str]) -> EngineTimes:
         """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
         log = self._work / "engine.log"
         with log.open("wb") as stream:
@@ -134,7 +139,7 @@ class _Ways:
         if not out:
             tail = log.read_text(errors="replace")[-3000:]
             raise LoraServerError(f"profile-vllm: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
-        return msgspec.json.decode(out, type=list[CellTimes])
+        return msgspec.json.decode(out, type=EngineTimes)
 
 
 def cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:

@@ -2,73 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
 
 import typer
 
+from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.watch.autoscale import Autoscaler, Bounds
-from provisioning.watch.exported import Exported
+from provisioning.watch.exported import LookMetrics
 from provisioning.watch.planned import Planned
 
 RESIZE_SECONDS = 120.0  # for the new shards, and again for the engines
+LOOK_SECONDS = 0.2  # between two looks whether it was told to end while a resize is under way
 
 
-def follow(
-    server: str, plan: Planned, bounds: Bounds, port: int, every: float, resize: Callable[[Layout], str] | None
-) -> None:
-    """Look at a server `every` so many seconds until SIGTERM or Ctrl-C; raises InputError at the start alone."""
-    ended, exported = threading.Event(), Exported()
+def follow(server: str, plan: Planned, bounds: Bounds, port: int, every: float, listen: str) -> None:
+    """Look at a server `every` so many seconds until SIGTERM or Ctrl-C, and resize the one of `listen`, unless empty.
+
+    Raises InputError at the start alone.
+    """
+    ended, exported = threading.Event(), LookMetrics()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
 
     def counted(layout: Layout) -> str:
-        assert resize is not None
-        failure = resize(layout)
+        failure = resized(listen, layout, ended)
         exported.note_resize(failure)
         _say(event="resize", layout=str(layout), failure=failure)
         return failure
 
-    scaler = Autoscaler(plan.candidate, bounds, None if resize is None else counted)
+    scaler = Autoscaler(plan.candidate, bounds, counted if listen else None)
     last = _read(server)
-    built = measured.between([last])
-    plan.check_model(built.model, built.geometry)
+    built = measured.between([last]).server
+    plan.check_model(built)
     if not built.layout:
         raise InputError(f"--server: {server} does not say its layout (lora_server_build_info): upgrade it")
     exported.serve(port)
     while not ended.wait(every):
         try:
             newest = _read(server)
-        except InputError as error:
+            earlier, last = last, newest
+            look = scaler.look(newest.at, measured.between([earlier, newest]))
+        except ConfigError as error:
             exported.note(None)
             _say(event="look", failure=str(error))
             continue
-        look = scaler.look(newest.at, measured.between([last, newest]))
-        last = newest
         exported.note(look)
         _say(event="look", serving=look.serving, needed=look.needed, peak=look.peak, wanted=look.wanted)
 
 
-def command(address: str) -> Callable[[Layout], str]:
-    """Return a function that runs `lora-server resize` for the server of this --listen, and returns why it failed."""
+def resized(address: str, layout: Layout, ended: threading.Event) -> str:
+    """Run `lora-server resize` for the server of this --listen; returns why it failed, or ''.
 
-    def resize(layout: Layout) -> str:
-        asked = ["resize", "--layout", str(layout), "--server", address, "--seconds", f"{RESIZE_SECONDS:g}", "--json"]
-        run = [sys.executable, "-m", "lora_server", *asked]
-        try:
-            done = subprocess.run(run, capture_output=True, text=True, timeout=3 * RESIZE_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            return f"no answer within {3 * RESIZE_SECONDS:g} s"
-        return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
-
-    return resize
+    Once `ended` is set it waits no longer: what the server was asked for goes on there.
+    """
+    asked = ["resize", "--layout", str(layout), "--server", address, "--seconds", f"{RESIZE_SECONDS:g}", "--json"]
+    run = [sys.executable, "-m", "lora_server", *asked]
+    deadline = time.monotonic() + 3 * RESIZE_SECONDS
+    with subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while not ended.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=LOOK_SECONDS)
+                return str(errors).strip().rpartition("\n")[2] if process.returncode else ""
+        process.kill()
+    return "told to end before the answer" if ended.is_set() else f"no answer within {3 * RESIZE_SECONDS:g} s"
 
 
 def _read(server: str) -> scrape.Scrape:

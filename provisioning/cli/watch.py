@@ -76,9 +76,8 @@ def _follow(server: str, plan: Planned | None, port: int, seconds: float, listen
     most = count(limits["most"] or plan.candidate.scenario.max_gpus, "--max-gpus", 1, 4096)
     least = count(limits["least"], "--min-gpus", 1, most)
     times = {name: positive(limits[name], f"--{name.removesuffix('_s')}") for name in ("calm_s", "headroom")}
-    resize = follow.command(listen) if listen else None
     bounds = Bounds(least=least, most=most, **times)
-    follow.follow(server, plan, bounds, port, positive(seconds, "--seconds", 3600), resize)
+    follow.follow(server, plan, bounds, port, positive(seconds, "--seconds", 3600), listen)
 
 
 def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None, say: Any) -> list[Scrape]:
@@ -112,7 +111,7 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
 
     seen = measured.between(scrapes)
     if plan is not None:
-        plan.check_model(seen.model, seen.geometry)
+        plan.check_model(seen.server)
     candidate = None if plan is None else plan.candidate
     found: dict[str, Any] = {
         "scrapes": len(scrapes),

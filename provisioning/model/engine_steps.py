@@ -1,10 +1,12 @@
 """Steps of a serving engine, measured by `lora-server profile-vllm`: how long one takes by what it computes.
 
 JSON: {"source": "...", "of": {"engine": "vllm 0.32.0", "model": "8x1024-...", "lora_ranks": [8, 64], "engine_args":
-{"max_num_seqs": 32}}, "engines": [{"lora": "coupled", "slots": 4, "threads": 2, "entry_us": 9000, "load_us": 21000,
-"decode": [{"batch": 1, "us": 21000}, ...], "prompt": [{"tokens": 1, "us": 21000}, ...]}, ...]}
-`lora` is base, server or coupled. A step of decoding requests and prompts takes what the decoding alone takes, and what
-the prompt tokens take beyond one.
+{"max_num_seqs": 32}}, "engines": [{"lora": "coupled", "slots": 4, "threads": 2, "max_num_seqs": 32,
+"max_num_batched_tokens": 2048, "entry_us": 9000, "load_us": 21000, "decode": [{"batch": 1, "us": 21000}, ...],
+"prompt": [{"tokens": 1, "us": 21000}, ...]}, ...]}
+`lora` is base, server or coupled; `load_us` has a coupled one with fewer slots than adapters. `max_num_seqs` and
+`max_num_batched_tokens` are those in effect: vLLM's defaults differ by device. A step of decoding requests and prompts
+takes what the decoding alone takes, and what the prompt tokens take beyond one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import numpy as np
 from provisioning.inputs import InputError, parsed
 
 KINDS = ("base", "server", "coupled")
-_MAX_SEQS, _MAX_TOKENS = 256, 2048  # vLLM's, where the profile's engine had no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +70,16 @@ def load(path: Path, kind: str, slots: int) -> EngineSteps:
     if not found:
         raise InputError(f"{where}: got no engine with lora {kind!r}, expected one; measure it with profile-vllm")
     try:
-        nearest = min(found, key=lambda one: abs(int(one["slots"]) - slots))
-        arguments = content["of"]["engine_args"]
+        found.sort(key=lambda one: abs(int(one["slots"]) - slots))
+        nearest = found[0]
+        max_tokens = int(nearest["max_num_batched_tokens"])
         steps = EngineSteps(
             decode=_points(nearest["decode"], "batch"),
             prompt=_points(nearest["prompt"], "tokens"),
             entry_s=float(nearest["entry_us"]) * 1e-6,
-            load_s=float(nearest.get("load_us", 0.0)) * 1e-6,
-            max_seqs=int(arguments.get("max_num_seqs", _MAX_SEQS)),
-            max_tokens=int(arguments.get("max_num_batched_tokens", _MAX_TOKENS)),
+            load_s=_load_us(found) * 1e-6 if kind == "coupled" else 0.0,
+            max_seqs=min(int(nearest["max_num_seqs"]), max_tokens),
+            max_tokens=max_tokens,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{where}: {kind}: {error!r}; expected what `lora-server profile-vllm` writes") from None
@@ -85,6 +87,14 @@ def load(path: Path, kind: str, slots: int) -> EngineSteps:
     if not all(0 < value < math.inf for pair in numbers for value in pair) or min(steps.max_seqs, steps.max_tokens) < 1:
         raise InputError(f"{where}: {kind}: expected sizes and times above 0")
     return steps
+
+
+def _load_us(engines: Sequence[dict[str, Any]]) -> float:
+    """Take the first that was measured: an engine with a slot for each adapter loads none twice."""
+    found = [float(one["load_us"]) for one in engines if "load_us" in one]
+    if not found:
+        raise ValueError("no load_us; measure an engine with fewer slots than adapters")
+    return found[0]
 
 
 def _points(rows: Any, size: str) -> tuple[tuple[float, float], ...]:

@@ -60,7 +60,7 @@ class StepEngine:
             _, request, state = heappop(self._entering)
             self._waiting.append((request, state, False))
         decoding = len(self._decoding)
-        budget = self._steps.max_tokens - decoding
+        budget = max(self._steps.max_tokens - decoding, 0)
         computed = self._go_on(budget)
         joined, cold = self._join(budget - computed, now_s)
         duration_s = self._steps.step_s(decoding, computed + joined) + cold * self._steps.load_s

@@ -1,7 +1,7 @@
 """Autoscaling: GPUs that a server's load asks for, look by look, as metrics, and the resizes that follow from them.
 
 A server grows at once. It shrinks to the most that was asked for in the last `calm_s` seconds, so that a load that goes
-and comes again moves nothing twice.
+and comes again moves nothing twice; the GPUs that it has at the first look count as asked for.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ class Autoscaler:
         """Without `resize` it only looks."""
         self._plan, self._bounds, self._resize = plan, bounds, resize
         self._recent, self._day = RecentMost(bounds.calm_s), RecentMost(DAY_S)
+        self._looked = False
         self._quiet_until = -math.inf  # after a resize that failed
         self.resizes = {"done": 0, "failed": 0}
         self.failure = ""  # of the last resize
 
     def look(self, at: float, measured: Measured) -> Look:
         """Take what was measured until `at` (seconds since 1970), and resize the server if it is to have other GPUs."""
-        serving = Layout.parse(measured.layout)
+        serving = Layout.parse(measured.server.layout)
         look = self._look(at, measured, serving)
         if self._resize is not None and look.wanted != serving.num_shards and at >= self._quiet_until:
             layout = self._layout(measured, look.wanted)
@@ -90,6 +91,9 @@ class Autoscaler:
 
     def _look(self, at: float, measured: Measured, serving: Layout) -> Look:
         needed = self.needed(measured)
+        if not self._looked:  # what was asked for before is not known
+            self._recent.add(at, serving.num_shards)
+            self._looked = True
         return Look(
             serving=serving.num_shards,
             needed=needed,

@@ -8,8 +8,8 @@ from provisioning.inputs import InputError
 from provisioning.watch.autoscale import Look
 
 
-class Exported:
-    """What the last look found, at /metrics of a port."""
+class LookMetrics:
+    """The metrics of the last look, at /metrics of a port."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +20,20 @@ OTHER = "(other)"
 _MOST_GAP_SECONDS, _DAY_SECONDS = 3600.0, 86_400.0
 
 
+class ServerBuild(NamedTuple):
+    """The model and layout that a server says of itself; empty where it does not say them."""
+
+    model: str = ""
+    geometry: str = ""
+    layout: str = ""
+
+
+UNKNOWN_BUILD = ServerBuild()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held.
-
-    `model`, `geometry` and `layout` are the server's; empty where it does not say them.
-    """
+    """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held."""
 
     seconds: float
     registered: int
@@ -34,9 +43,7 @@ class Measured:
     waited_seconds: float
     shards: dict[str, float] = field(default_factory=dict)
     resets: int = 0
-    model: str = ""
-    geometry: str = ""
-    layout: str = ""
+    server: ServerBuild = UNKNOWN_BUILD
 
     @property
     def requests(self) -> float:
@@ -156,9 +163,7 @@ def _since(earlier: Scrape | None, later: Scrape) -> Measured:
         waited_seconds=grown(WAITED),
         shards={name: grown(f"lora_server_{name}_total") for name in SHARD_SUMS},
         resets=int(resets > 0),
-        model=built.get("model", ""),
-        geometry=built.get("geometry", ""),
-        layout=built.get("layout", ""),
+        server=ServerBuild(*(built.get(name, "") for name in ServerBuild._fields)),
     )
 
 
@@ -189,7 +194,5 @@ def _summed(parts: Sequence[Measured]) -> Measured:
         waited_seconds=sum(part.waited_seconds for part in parts),
         shards={name: sum(part.shards[name] for part in parts) for name in SHARD_SUMS},
         resets=sum(part.resets for part in parts),
-        model=parts[-1].model,
-        geometry=parts[-1].geometry,
-        layout=parts[-1].layout,
+        server=parts[-1].server,
     )

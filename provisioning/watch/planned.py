@@ -16,6 +16,7 @@ from provisioning.plan.flags import PlanFlags
 from provisioning.plan.instances import sized
 from provisioning.plan.scenario import scenario
 from provisioning.report.serve_file import COMMAND
+from provisioning.watch.measured import ServerBuild
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,13 +27,13 @@ class Planned:
     command: str
     file: Path
 
-    def check_model(self, name: str, geometry: str) -> None:
+    def check_model(self, server: ServerBuild) -> None:
         """Refuse a server of another model; raises InputError. A server that does not say its geometry passes."""
         spec = self.candidate.scenario.model.spec
-        if geometry and geometry != spec.geometry:
+        if server.geometry and server.geometry != spec.geometry:
             raise InputError(
-                f"--plan: {self.file} is of {spec.name} ({spec.geometry}), but the server serves {name} ({geometry}); "
-                "give the plan of this server's model"
+                f"--plan: {self.file} is of {spec.name} ({spec.geometry}), but the server serves {server.model} "
+                f"({server.geometry}); give the plan of this server's model"
             )
 
 

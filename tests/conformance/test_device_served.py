@@ -93,7 +93,7 @@ class Served:
         model, (ids, mask) = tiny.make_model("mixtral", dtype=dtype), pad(batch, 0)
         with attach(model, server=self.address, transport=transport) as lora, lora.adapters(names):
             assert lora.client.described()["wire"] == self.setup.wire
-            assert lora.client.takes(torch.device("cpu")) == (transport == "gpu"), "routed by a kernel"
+            assert lora.client.lanes.takes(torch.device("cpu")) == (transport == "gpu"), "routed by a kernel"
             return model(ids, attention_mask=mask).logits[:, -1].float()
 
 

@@ -259,7 +259,7 @@ def test_tokens_equal_peft(kind, layout, tmp_path):
     load = workload(kind)
     server = EmulatedServer(tmp_path, load.spec, load.paths, mirror="no", layout=layout, max_step_rows=24, slots=2)
     with attach(load.model, server) as lora, lora.adapters(load.names):
-        assert lora.client.takes(torch.device("cpu"))
+        assert lora.client.lanes.takes(torch.device("cpu"))
         load.check(generate(load.model, load.batch, NEW_TOKENS))
     server.close()
 
@@ -339,6 +339,6 @@ def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
 
     server = Mixed(tmp_path, load.spec, load.paths, mirror="no", layout="ep2-pp1", max_step_rows=24)
     with attach(load.model, server) as lora, lora.adapters(load.names):
-        assert not lora.client.takes(torch.device("cpu"))
+        assert not lora.client.lanes.takes(torch.device("cpu"))
         load.check(generate(load.model, load.batch, NEW_TOKENS))
     server.close()

@@ -385,7 +385,7 @@ def test_a_lease_is_spoken_for_only_by_its_holder(server):
     _, controller, address = server
     victim = controller.clients.leases.grant("victim")
     mine = controller.clients.leases.grant("me")
-    forged = victim.proof._replace(key=mine.key)
+    forged = victim.proof._replace(key=mine.proof.key)
     with open_channel(address) as channel:
         clients = rpc.ClientsStub(channel)
         calls = [
@@ -524,7 +524,7 @@ def test_a_call_is_taken_once_and_as_it_was_signed(server):
     _, controller, address = server
     lease = controller.clients.leases.grant("engine")
     heard = signed(pb.ReleaseRequest(handles=[1]), lease.proof)
-    assert lease.key not in heard.SerializeToString()
+    assert lease.proof.key not in heard.SerializeToString()
     other = pb.RestoreRequest(proof=heard.proof, handles=[1])
     changed = pb.ReleaseRequest(proof=heard.proof, handles=[2])
     with open_channel(address) as channel:

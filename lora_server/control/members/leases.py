@@ -43,11 +43,9 @@ UNHEARD = -1
 
 @dataclass
 class ClientLease:
-    """One client's right to push; `key`, which it alone was told, proves it."""
+    """One client's right to push; the key of `proof`, which it alone was told, proves it."""
 
-    client: int
-    epoch: int
-    key: bytes
+    proof: Proof
     instance: str
     expires: float
     engine: EngineTraits = NO_TRAITS
@@ -58,9 +56,18 @@ class ClientLease:
     calls: Counts = field(default_factory=Counts)
 
     @property
-    def proof(self) -> Proof:
-        """Return the proof that the client sends with its calls."""
-        return Proof(self.client, self.epoch, self.key)
+    def client(self) -> int:
+        """Return the client's id."""
+        return self.proof.client
+
+    @property
+    def epoch(self) -> int:
+        """Return the lease's epoch."""
+        return self.proof.epoch
+
+    def is_behind(self, generation: int) -> bool:
+        """Return whether the client's steps go by an earlier placement, or may do."""
+        return bool(self.generation) and self.generation < generation
 
     def granted(self, weight: float, step_us: int, generation: int) -> pb.Grant:
         """Return what shards are sent of it."""
@@ -93,7 +100,8 @@ class Leases:
                 )
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
-            lease = ClientLease(client, self._epoch, secrets.token_bytes(32), instance, self._horizon(), engine)
+            proof = Proof(client, self._epoch, secrets.token_bytes(32))
+            lease = ClientLease(proof, instance, self._horizon(), engine)
             lease.replica = min(range(replicas), key=[one.replica for one in leases].count, default=-1)
             self._leases[client] = lease
             return lease
@@ -107,16 +115,12 @@ class Leases:
             for grant in grants:
                 self._next_client = max(self._next_client, grant.client + 1)
                 if grant.client not in self._leases:
-                    lease = ClientLease(grant.client, grant.epoch, grant.key, grant.instance, self._horizon())
+                    proof = Proof(grant.client, grant.epoch, grant.key)
+                    lease = ClientLease(proof, grant.instance, self._horizon())
                     lease.engine, lease.grant, lease.generation = EngineTraits.of(grant), grant, UNHEARD
                     self._leases[grant.client] = lease
                     adopted.append(grant)
         return adopted
-
-    def behind(self, generation: int) -> list[ClientLease]:
-        """Return the clients whose steps go by an earlier placement, or may do."""
-        with self._lock:
-            return [lease for lease in self._leases.values() if lease.generation and lease.generation < generation]
 
     def merged_in(self, version: str) -> set[int]:
         """Return the clients whose base weights contain an adapter version."""
@@ -141,13 +145,13 @@ class Leases:
         before."""
         told = request.proof
         lease = self.find(told.client, told.epoch)
-        good = lease is not None and is_signed(request, lease.key) and lease.calls.take(told.count)
+        good = lease is not None and is_signed(request, lease.proof.key) and lease.calls.take(told.count)
         return lease.proof if lease is not None and good else Proof(told.client, told.epoch, b"")
 
     def proven(self, proof: Proof) -> ClientLease | None:
         """Return the lease of a valid proof, else None."""
         lease = self.find(proof.client, proof.epoch)
-        return lease if lease is not None and hmac.compare_digest(lease.key, proof.key) else None
+        return lease if lease is not None and hmac.compare_digest(lease.proof.key, proof.key) else None
 
     def renew(self, proof: Proof) -> int:
         """Extend a client's lease and return its id. Raises LeaseError if the lease is gone, or is another's."""

@@ -187,7 +187,7 @@ class ShardHandle:
 
     def __init__(self, registration: pb.Registration) -> None:
         self.registration = registration
-        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.shard, self.node = registration.shard, registration.node
         self.generation = registration.generation  # of its placement
         self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
@@ -245,7 +245,7 @@ class ShardTable:
             if registration.generation not in (0, self.generation):
                 raise LeaseError(
                     f"shard {shard}: got a claim of placement generation {registration.generation}, expected "
-                    f"{self.generation}; pid {handle.pid} of node {handle.node} ends and is started again"
+                    f"{self.generation}; pid {registration.pid} of node {handle.node} ends and is started again"
                 )
             handle.generation = self.generation
             older, newest = self._live.get(shard), self.ranks[shard].claim
@@ -253,13 +253,14 @@ class ShardTable:
             usurped = not settled and older is not None and not older.registration.epoch and bool(registration.epoch)
             if registration.epoch and registration.epoch < newest and not usurped and not comes_back:
                 raise LeaseError(
-                    f"shard {shard}: pid {handle.pid} of node {handle.node} was replaced while it was away "
+                    f"shard {shard}: pid {registration.pid} of node {handle.node} was replaced while it was away "
                     f"(its claim is {registration.epoch}, the newest {newest}); it ends"
                 )
             newer = registration.epoch > newest > 0
             if older is not None and not (comes_back or newer or usurped or self._is_silent(older)):
                 raise ServerUnavailableError(
-                    f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
+                    f"shard {shard}: served by pid {older.registration.pid} of node {older.node}; is a node rank used "
+                    "twice?"
                 )
             self._claim(handle, older if comes_back else None)
             self._live = dict(sorted({**self._live, shard: handle}.items()))

@@ -99,7 +99,7 @@ def _shards(controller: Controller) -> list[pb.ShardStatus]:
         row.state = "starting" if shard in missing else "up"
         row.restarts = max(0, rank.restarts)
         if shard in live:
-            row.node, row.pid = live[shard].node, live[shard].pid
+            row.node, row.pid = live[shard].node, live[shard].registration.pid
             row.stats.CopyFrom(live[shard].stats)
         if shard in lost:
             row.state, row.node, row.lost_since = "lost", lost[shard][0].node, lost[shard][1]

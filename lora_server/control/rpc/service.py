@@ -139,7 +139,7 @@ class ClientsService:
         return pb.Lease(
             client=lease.client,
             epoch=lease.epoch,
-            key=lease.key,
+            key=lease.proof.key,
             lease_seconds=self._clients.leases.seconds,
             spec_json=agreement.spec.to_json(),
             layout=str(agreement.layout),
@@ -204,8 +204,8 @@ class ClientsService:
     def Borrow(self, request: pb.BorrowRequest, who: Identity) -> pb.BorrowReply:
         borrower, told, leases = self._own(request, who), request.holder, self._clients.leases
         holder = leases.find(told.client, told.epoch)
-        lent = holder is not None and compare_digest(told.mac, lend(holder.key, borrower.client, borrower.epoch))
-        lender = Proof(told.client, told.epoch, holder.key if holder is not None and lent else b"")
+        lent = holder is not None and compare_digest(told.mac, lend(holder.proof.key, borrower.client, borrower.epoch))
+        lender = Proof(told.client, told.epoch, holder.proof.key if holder is not None and lent else b"")
         self._scopes.of(who).check_lease(leases.proven(lender))
         self._clients.borrow(borrower, lender)
         return pb.BorrowReply()

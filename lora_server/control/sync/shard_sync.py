@@ -184,10 +184,11 @@ class ShardSync:
             note = pb.ShardCommand(note=self._message(record))
             if handle in self.spread.told:
                 return self.broadcast(note)
-            live = self.shards.live()
             return [
-                live[one].commands.send(pb.ShardCommand(note=note.note))
-                for one in self.spread.keepers(handle) & live.keys()
+                found.commands.send(pb.ShardCommand(note=note.note))
+                for one in filter(None, (self, self.beside))
+                for shard, found in one.shards.live().items()
+                if shard in one.spread.keepers(handle)
             ]
 
     def tell_refused(self) -> list[PendingCommand]:

@@ -4,14 +4,20 @@ import json
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from bench import reality
 from bench.race import load
+from lora_server.cli import app
 from lora_server.demo import vllm_profile
 from lora_server.demo.profiled_vllm import CellTimes
+from lora_server.errors import ConfigError
 from provisioning.simulation.run import SimulationResult
 from provisioning.workload.requests import Requests
 
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:00:0{second}.0000000,50,20\n" for second in (0, 1)
+)
 NAMES = [f"attention-{number:03}" for number in range(16)]
 
 
@@ -23,7 +29,8 @@ def engine(kind, slots):
         prompt = batches[0][0].prompt
         first = 18e3 + 2e3 * prompt + 5e3 + 900e3 * (term == "load")
         times[term, size] = CellTimes(first, 19e3 + 1e3 * len(batches[0]))
-    return {"lora": kind, "slots": slots, "threads": 2, **vllm_profile.terms(times)}
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+    return {"lora": kind, "slots": slots, "threads": 2, **limits, **vllm_profile.terms(times)}
 
 
 def test_entry_and_load_are_told_from_the_steps():
@@ -48,7 +55,7 @@ def test_adapters_are_cold_where_a_load_is_measured_and_in_a_slot_where_a_step_i
 def test_rows_of_a_race_are_predicted_from_their_own_calls(tmp_path):
     profile = tmp_path / "engine.json"
     engines = [engine("base", 0), engine("server", 0), engine("coupled", 4)]
-    profile.write_text(json.dumps({"of": {"engine_args": {"max_num_seqs": 32}}, "engines": engines}))
+    profile.write_text(json.dumps({"engines": engines}))
     row = {"load": "poisson", "rate": 2.0, "adapters": 16, "sites": "attention", "calls": 32, "within": 1.0}
     row |= {"ttft_p50_s": 0.1, "ttft_p95_s": 0.2, "tpot_p50_s": 0.02}
     systems = ["base", "ours", "vLLM's LoRA, 4 places, 2 threads", "vLLM's LoRA, 4 places, 1 thread", "PEFT"]
@@ -59,6 +66,25 @@ def test_rows_of_a_race_are_predicted_from_their_own_calls(tmp_path):
     assert found[2][2] < 1.0, "loads and four places hold its requests up"
     drawn = reality.calls_of(row, [2.0, 3.0], tmp_path)
     assert drawn == (load.poisson(load.names("attention", 16), 2.0, 16.0, 10), 16.0)
+    drawn = reality.calls_of(row | {"seed": 12}, [2.0], tmp_path)
+    assert drawn == (load.poisson(load.names("attention", 16), 2.0, 16.0, 12), 16.0)
+    (tmp_path / load.TRACES["azure code"]).write_text(TRACE)
+    with pytest.raises(ValueError, match="azure code: drew 2 calls, the race had 32"):
+        list(reality.lines({"rows": [row | {"load": "azure code", "system": "ours"}]}, profile, tmp_path))
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_measurement(tmp_path):
+    typed = ["profile-vllm", "--base-model", str(tmp_path), "--adapters", str(tmp_path), "--out", str(tmp_path)]
+    refused = CliRunner().invoke(app, typed)
+    assert refused.exit_code != 0 and f"--out: {tmp_path} cannot be written" in refused.stderr, refused.output
+
+
+def test_loads_are_measured_of_fewer_slots_than_adapters(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "adapter_config.json").write_text('{"r": 8}')
+    plan = {"base_model": tmp_path, "adapters": tmp_path, "threads": 1, "engine_args": {}, "serve_args": ()}
+    with pytest.raises(ConfigError, match="--slots: expected fewer than the 1 adapters"):
+        vllm_profile.measure(vllm_profile.EnginePlan(**plan, slots=(1, 4)), "", print)
 
 
 def test_a_call_that_ends_after_the_job_counts_as_outside():

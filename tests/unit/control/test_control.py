@@ -135,7 +135,7 @@ TestAdapters.settings = settings(max_examples=50, deadline=None)
 def test_leases_are_unique_and_end_once(count):
     leases = Leases(seconds=60)
     granted = [leases.grant("test") for _ in range(count)]
-    assert len({lease.client for lease in granted}) == len({lease.key for lease in granted}) == count
+    assert len({lease.client for lease in granted}) == len({lease.proof.key for lease in granted}) == count
     for lease in granted:
         assert leases.renew(lease.proof) == lease.client
         with pytest.raises(errors.LeaseError, match="join again"):

@@ -149,7 +149,7 @@ def test_a_client_without_the_only_twin_that_is_up_is_gone(controller):
 def test_a_shard_that_comes_back_is_told_the_clients_before_what_they_hold(controller):
     handles = complete(controller)
     lease = controller.clients.leases.grant("engine")
-    lease.grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key)
+    lease.grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.proof.key)
     controller.adapters.admission.holds.acquire(lease.client, [HANDLE])
     controller.arrivals.depart(handles[2])
     commands = sent(arrive(controller, 2, pid=9))

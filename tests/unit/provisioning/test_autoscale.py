@@ -1,14 +1,17 @@
 """Autoscaling: when a server grows and shrinks, and what a day of it costs beside an oracle that knows the traffic."""
 
 import math
+import socket
+import threading
 
 import numpy as np
 import pytest
 
 from lora_server.placement import Layout
+from provisioning.cli import follow
 from provisioning.plan.candidates import evaluate
 from provisioning.watch.autoscale import Autoscaler, Bounds, RecentMost
-from provisioning.watch.measured import Measured
+from provisioning.watch.measured import Measured, ServerBuild
 from provisioning.workload.workload import zipf
 from tests.support.provision import question
 
@@ -27,8 +30,8 @@ def load(in_flight, layout="ep1-pp1", seconds=LOOK_S):
     calls = {f"t{index}": share * in_flight * seconds / 2 for index, share in enumerate(POPULARITY)}
     holds = {name: (num, 2 * num) for name, num in calls.items()}
     num = sum(calls.values())
-    built = {"waited_seconds": 0.0, "layout": str(layout)}
-    return Measured(seconds=seconds, registered=256, holds=holds, admitted=num, at_once=num, **built)
+    sums = {"registered": 256, "holds": holds, "admitted": num, "at_once": num, "waited_seconds": 0.0}
+    return Measured(seconds=seconds, server=ServerBuild(layout=str(layout)), **sums)
 
 
 class Server:
@@ -59,12 +62,37 @@ def test_a_server_grows_at_once_and_shrinks_when_it_was_calm(plan):
     few, many = 8.0, 400.0
     first = server.look(0.0, few)
     grown = server.look(60.0, many)
-    assert grown.needed > first.needed == 1 and grown.margin < 0 < server.layout.num_shards
-    assert server.layout.num_shards == grown.wanted, "at once"
+    assert (first.needed, grown.needed, grown.wanted, grown.margin) == (1, 2, 2, -0.5)
+    assert server.layout.num_shards == 2, "at once"
     for at in (120.0, 300.0, 600.0):
         assert server.look(at, few).wanted == grown.wanted, "it may come again"
     assert server.look(700.0, few).wanted == first.needed == server.layout.num_shards
     assert server.look(800.0, few).peak == grown.needed and len(server.asked) == 2
+
+
+def test_a_look_that_is_the_first_of_a_watch_shrinks_nothing(plan):
+    server = Server(plan, Bounds(least=1, most=8, calm_s=600.0))
+    server.layout = Layout(4, 1)
+    assert [server.look(at, 8.0).wanted for at in (0.0, 300.0, 599.0)] == [4, 4, 4] and server.asked == []
+    assert server.look(600.0, 8.0).wanted == 1 == server.layout.num_shards, "calm for as long as it was looked at"
+
+
+def test_a_resize_is_not_waited_for_once_the_watch_is_told_to_end():
+    ended, told = threading.Event(), threading.Event()
+
+    def accept():
+        with silent.accept()[0]:
+            ended.set()
+            told.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asked = threading.Thread(target=accept)
+        asked.start()
+        port = silent.getsockname()[1]
+        failure = follow.resized(f"127.0.0.1:{port}", Layout(1, 1), ended)
+        told.set()
+        asked.join()
+    assert failure == "told to end before the answer"
 
 
 def test_bounds_hold_and_a_resize_that_failed_is_not_repeated_at_each_look(plan):

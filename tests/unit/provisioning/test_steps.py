@@ -26,11 +26,13 @@ STEPS = EngineSteps(
     max_tokens=50,
 )
 PROFILE = {
-    "of": {"engine_args": {"max_num_seqs": 4}},
+    "of": {"engine_args": {}},
     "engines": [
-        {"lora": kind, "slots": slots, "entry_us": 1e3, "load_us": load, "decode": [{"batch": 1, "us": 2e4}],
-         "prompt": [{"tokens": 1, "us": 2e4}, {"tokens": 65, "us": 9e4}]}
-        for kind, slots, load in (("server", 0, 0.0), ("coupled", 2, 4e4), ("coupled", 8, 3e4))
+        {"lora": kind, "slots": slots, "entry_us": 1e3, **load, "max_num_seqs": 4, "max_num_batched_tokens": tokens,
+         "decode": [{"batch": 1, "us": 2e4}], "prompt": [{"tokens": 1, "us": 2e4}, {"tokens": 65, "us": 9e4}]}
+        for kind, slots, load, tokens in (
+            ("server", 0, {}, 512), ("coupled", 2, {"load_us": 4e4}, 512), ("coupled", 8, {"load_us": 3e4}, 512),
+            ("coupled", 99, {}, 3))
     ],
 }  # fmt: skip
 
@@ -76,6 +78,11 @@ def test_no_more_requests_run_than_the_engine_has_places():
     assert first == pytest.approx([1.1, 1.1, 3.1])
 
 
+def test_more_decode_than_the_budget_has_tokens_for():
+    first, _ = played(calls((0, 0, 1, 9), (0, 1, 1, 9), (0.1, 2, 21, 1)), max_tokens=1)
+    assert first[2] > 9, "no step had a token for its prompt, and none made it longer"
+
+
 def both(*, shared, load_s=0.0, prompt=1, rate=0.2):
     """TTFT step by step, and by the clock of `run`, beyond a request's own prompt."""
     requests = Workload(popularity=zipf(0.8, 40), lengths=Lengths(mean_tokens=20)).sample(
@@ -110,16 +117,20 @@ def test_the_nearest_number_of_slots_is_read(tmp_path):
     assert found.load_s == pytest.approx(0.03) and found.max_seqs == 4
     assert found.step_s(1, 0) == pytest.approx(0.02) and found.step_s(2, 33) == pytest.approx(0.055)
     assert found.step_s(0, 129) == pytest.approx(0.16)
+    all_held = engine_steps.load(file, "coupled", 99)
+    assert all_held.load_s == found.load_s, "with a slot for each adapter none is measured"
+    assert (found.max_tokens, all_held.max_tokens, all_held.max_seqs) == (512, 3, 3)
     with pytest.raises(InputError, match=r"--engine-profile: .*no engine with lora 'base'"):
         engine_steps.load(file, "base", 0)
     for broken in (
         {"engines": 3},
-        {"of": {}, "engines": PROFILE["engines"]},
-        PROFILE | {"engines": [{"lora": "server"}]},
+        {"engines": [{"lora": "coupled"}]},
+        {"engines": [PROFILE["engines"][3]]},
+        {"engines": [{name: value for name, value in PROFILE["engines"][2].items() if name != "max_num_seqs"}]},
     ):
         file.write_text(json.dumps(broken))
         with pytest.raises(InputError, match=r"--engine-profile: .*engine\.json.*expected"):
-            engine_steps.load(file, "server", 0)
+            engine_steps.load(file, "coupled", 0)
 
 
 def test_simulate_takes_measured_steps(tmp_path):
