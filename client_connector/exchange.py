@@ -65,7 +65,7 @@ class Started:
 class Exchange(Started):
     """The messages of one site, in the order of each lane; `deadline` is time.monotonic().
 
-    A step is pure, and its rows stay as they are until it ends: so one whose shard fails, or is silent, is written once
+    A step is pure, and its rows stay as they are until it ends: so if its shard fails, or is silent, it is written once
     more, for the shard's twin. Deltas are handed out in the same order as without that.
     """
 

@@ -102,7 +102,7 @@ class ShardLanes:
 
     @property
     def broken(self) -> LoraServerError | None:
-        """Why a shard cannot be reached any more; None if each can."""
+        """The error by which a shard cannot be reached any more; None if each can."""
         for lane in self._chosen:
             if lane.broken is not None and all(one.broken is not None for one in self._lanes_of(lane)):
                 return lane.broken

@@ -80,7 +80,7 @@ class Resize:
         return self._progress
 
     def move_for(self, generation: int) -> pb.Move | None:
-        """Return where a client goes whose steps go by the placement of `generation`; None if it stays."""
+        """Return the move of a client with steps by the placement of `generation`; None if it stays."""
         shards = self._parts.shards
         if not 0 < generation < shards.generation:
             return None

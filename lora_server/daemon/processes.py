@@ -36,7 +36,7 @@ class Up(msgspec.Struct, tag=True):
 
 
 class RunLayouts(msgspec.Struct, tag=True):
-    """A controller's message on stdout: the layouts whose shards its node runs, by the generation of their
+    """A controller's message on stdout: the layouts for which its node runs shards, by the generation of their
     placement."""
 
     layouts: dict[int, str]

@@ -5,7 +5,7 @@ serve, `base` (no adapters), `server` (vLLM without LoRA beside a LoRA server) a
 many slots), it has medians in us:
 
     decode     a step of so many requests that decode, with adapters in turn
-    prompt     the step of a lone prompt of so many tokens, whose adapter is in a slot
+    prompt     the step of a lone prompt of so many tokens; its adapter is in a slot
     entry_us   what a request takes before its first step, and its token after that
     load_us    coupled: what a prompt's step takes longer where its adapter is in host memory, not in a slot;
                an engine with a slot for each adapter has none

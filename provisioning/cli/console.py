@@ -1,4 +1,4 @@
-"""What a command writes beside its answer: errors on one line, with exit code 2; progress; files."""
+"""Output of a command beside its answer: errors on one line, with exit code 2; progress; files."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _checked(experiment: SimulateFlags) -> str:
 
 
 def _clocked(experiment: SimulateFlags, found: Workload) -> Play:
-    """Prepare instances whose steps all take --step-ms."""
+    """Prepare instances with steps that all take --step-ms."""
     instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
     apart = experiment.dispatch == "by-adapter"
     system = System(

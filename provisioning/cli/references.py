@@ -1,4 +1,4 @@
-"""What `provision` plans with: `provision glossary`, `provision models`, `provision table4`."""
+"""References that `provision` plans with: `provision glossary`, `provision models`, `provision table4`."""
 
 from __future__ import annotations
 

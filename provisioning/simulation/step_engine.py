@@ -22,7 +22,7 @@ class StepCalls:
 
 
 class StepEngine:
-    """The requests of an engine: those that enter, that wait, whose prompts are under way, and that decode.
+    """The requests of an engine: those that enter, wait, compute their prompts, and decode.
 
     Coupled, a request takes a slot when it joins; else (`shared`) it has one when it enters, and `released` is told the
     time at which one is free again. `batch` has the adapters of the requests that run.

@@ -31,7 +31,7 @@ _ALIKE = 1.5  # factor between the curve where a block is drawn from and where i
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DayProcess:
-    """What is fitted: blocks of each group of adapters, under one curve, and how the load of all is spread about it."""
+    """Fitted process: blocks of each group of adapters under one curve, and the spread of the load of all about it."""
 
     trace: Requests
     groups: tuple[BlockDraws, ...]

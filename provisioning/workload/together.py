@@ -4,9 +4,9 @@ Legend: A adapters that are called often, W windows.
 
 Two adapters move together where what their calls have beyond their share of each window's load is correlated, over
 windows. Clusters of these (average linkage) are groups. Then each adapter, however rare, goes to the group, or to the
-load of all, whose windows make its calls the likeliest. They count as tenants only if they are independent, so that the
-load of all varies as the sum of theirs would: where it varies less, they take turns (one popular set after another),
-and where it varies more, all rise together. Then all are one group.
+load of all, with the windows that make its calls the likeliest. They count as tenants only if they are independent, so
+that the load of all varies as the sum of theirs would: where it varies less, they take turns (one popular set after
+another), and where it varies more, all rise together. Then all are one group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def groups(adapter: Ints, edges_W1: Ints, curve_W: Floats, num_adapters: int) ->
 
 
 def _likeliest(adapter: Ints, window: Ints, of_group: Floats, num_adapters: int) -> Ints:
-    """Return the group of each adapter whose load over time makes its calls the likeliest; the first is that of all."""
+    """Return each adapter's likeliest group, by its calls and the load of the groups over time; 0 is that of all."""
     share_W = of_group[0] / of_group[0].sum()
     best, likelihood = np.zeros(num_adapters, dtype=np.int64), np.full(num_adapters, -np.inf)
     for group, load_W in enumerate(of_group):

@@ -101,8 +101,8 @@ class Workload:
     def calls(self, *, tokens_per_s: float, num: int, seed: int) -> Requests:
         """Draw about `num` calls at a rate of `tokens_per_s`, at the peak if there is one.
 
-        Of a trace, seed 0 gives the very trace, and others days of the process that is fitted to it, whose peaks are
-        higher or lower. Where it names no adapters, these are drawn anew.
+        Of a trace, seed 0 gives the very trace, and others days of the process that is fitted to it, with peaks
+        that are higher or lower. Where it names no adapters, these are drawn anew.
         """
         if self.generate is not None:
             made = self.generate(num, seed)

@@ -18,7 +18,7 @@ from lora_server.wire.terms import Proof
 
 
 class EngineTraits(NamedTuple):
-    """What an engine said of itself when it joined, and what its token says of it."""
+    """Traits of an engine: what it said when it joined, and what its token says."""
 
     served_names: tuple[str, ...] = ()  # of its base model
     tenant: str = ""  # empty: the operator
@@ -107,8 +107,8 @@ class Leases:
             return lease
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> list[pb.Grant]:
-        """Take over clients of an earlier controller, whose newest was `last_client`; return the grants of those that
-        were not known yet."""
+        """Take over clients of an earlier controller (`last_client`: its newest); return the grants of those that were
+        not known yet."""
         adopted = []
         with self._lock:
             self._next_client = max(self._next_client, last_client + 1)
@@ -123,7 +123,7 @@ class Leases:
         return adopted
 
     def merged_in(self, version: str) -> set[int]:
-        """Return the clients whose base weights contain an adapter version."""
+        """Return the clients that have an adapter version in their base weights."""
         with self._lock:
             return {lease.client for lease in self._leases.values() if lease.engine.merged == version}
 

@@ -199,8 +199,8 @@ class ShardHandle:
 
 @dataclass
 class ShardRank:
-    """What stays known of a shard's number when its process ends: its newest claim, its restarts (-1 until its first
-    process registers), and the process that was lost."""
+    """A shard's number, known also when its process ends: its newest claim, its restarts (-1 until its first process
+    registers), and the process that was lost."""
 
     claim: int = 0
     restarts: int = -1
