@@ -1,17 +1,26 @@
 """`provision watch`: a live server under load, saved scrapes, good and bad; and the server's rule beside the plan's."""
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
 
 import numpy as np
 import pytest
 
 from bench import admission, admission_cells, harness
+from lora_server.demo import children
+from lora_server.demo.launch import free_ports
 from lora_server.spec import PRESETS
 from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
+from tests.support.far import far_server
 from tests.support.provision import check_refused, provision, typed
+from tests.support.serving import HANG_SECONDS, until
 
 ASKED = typed(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", adapters=256, gpu="hopper-96", instances=2)
 ASKED += typed(batch_size=64)
@@ -179,6 +188,38 @@ def test_a_plan_of_another_model_is_refused(tmp_path, plan):
             watched(tmp_path / name, "--plan", plan)
         else:
             check_refused(provision("watch", tmp_path / name, "--plan", plan), says)
+
+
+def test_looks_go_on_after_one_at_a_server_that_does_not_say_its_layout(tmp_path, plan):
+    about, shown, port = f'model="a copy",geometry="{PRESETS["mixtral-8x7b"].geometry}"', tmp_path / "far", free_ports()
+
+    def show(more):
+        text = page(0, {"a": 0}).partition("\n")[2] + f"lora_server_build_info{{{about}{more}}} 1\n"
+        (shown / "new").write_text(text)
+        (shown / "new").rename(shown / "metrics")
+
+    def looks(outcome):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS) as answer:
+            counts = re.findall(rf'provision_looks_total{{outcome="{outcome}"}} (\d+)', answer.read().decode())
+        return int(counts[0])
+
+    with far_server(shown) as far:
+        show(',layout="ep1-pp1"')
+        asked = typed(server=far.url.removeprefix("http://"), plan=plan, serve=port, seconds=0.05)
+        command = [sys.executable, "-m", "provisioning", "watch", *asked]
+        with children.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert json.loads(process.stdout.readline())["serving"] == 1
+                show("")
+                until(lambda: looks("failed"), "a look fails")
+                before = looks("done")
+                show(',layout="ep1-pp1"')
+                until(lambda: looks("done") > before, "the next one does not")
+                process.send_signal(signal.SIGTERM)
+                said, errors = process.communicate(timeout=HANG_SECONDS)
+            finally:
+                process.kill()
+    assert process.returncode == 0 and "layout: got ''" in said, errors
 
 
 @pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "-1"])
