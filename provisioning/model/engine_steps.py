@@ -72,14 +72,13 @@ def load(path: Path, kind: str, slots: int) -> EngineSteps:
     try:
         found.sort(key=lambda one: abs(int(one["slots"]) - slots))
         nearest = found[0]
-        max_tokens = int(nearest["max_num_batched_tokens"])
         steps = EngineSteps(
             decode=_points(nearest["decode"], "batch"),
             prompt=_points(nearest["prompt"], "tokens"),
             entry_s=float(nearest["entry_us"]) * 1e-6,
             load_s=_load_us(found) * 1e-6 if kind == "coupled" else 0.0,
-            max_seqs=min(int(nearest["max_num_seqs"]), max_tokens),
-            max_tokens=max_tokens,
+            max_seqs=int(nearest["max_num_seqs"]),
+            max_tokens=int(nearest["max_num_batched_tokens"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{where}: {kind}: {error!r}; expected what `lora-server profile-vllm` writes") from None

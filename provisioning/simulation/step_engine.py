@@ -60,7 +60,7 @@ class StepEngine:
             _, request, state = heappop(self._entering)
             self._waiting.append((request, state, False))
         decoding = len(self._decoding)
-        budget = max(self._steps.max_tokens - decoding, 0)
+        budget = self._steps.max_tokens - decoding  # never below 0: each began to decode with a token that was left
         computed = self._go_on(budget)
         joined, cold = self._join(budget - computed, now_s)
         duration_s = self._steps.step_s(decoding, computed + joined) + cold * self._steps.load_s
