@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from client_connector.alora import invocation_start, tokens_of
@@ -31,9 +32,10 @@ class RequestDriver:
     def __init__(self, session: SchedulerSession, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
         self._session, self._tokenize = session, tokenize
         self._policy = FailurePolicy(settings.on_failure == BASE_MODEL, settings.timeout_seconds)
+        self._call_seconds = settings.timings.call
         self._lock = threading.Lock()  # states and tickets
         self.lookahead = Lookahead(lambda expected: session.current.prefetch(expected))
-        self.poller = AdmissionPoller(self._ask_again, session.is_up, self._expire, settings.timings)
+        self.poller = AdmissionPoller(self._ask_together, session.is_up, self._expire, settings.timings)
 
     def apply(
         self, request: AdapterRequest, event: RequestEvent, held: Held | None = None, failure: Failure | None = None
@@ -118,8 +120,23 @@ class RequestDriver:
             self._session.suspect()
         self.apply(request, event, failure=failure)
 
-    def _ask_again(self, request: AdapterRequest) -> bool:
+    def _ask_together(self, requests: Sequence[AdapterRequest]) -> list[AdapterRequest]:
+        """Ask for requests in as few calls as possible, and wait; return those with a final answer."""
+        answers: list[tuple[AdapterRequest, Answer | None]] = []
+        for request in requests:
+            try:
+                answers.append((request, self._session.ask_soon(request)))
+            except LoraServerError:  # the server is away: asking alone joins it again
+                answers.append((request, None))
+        return [request for request, answer in answers if self._ask_again(request, answer)]
+
+    def _ask_again(self, request: AdapterRequest, answer: Answer | None = None) -> bool:
+        """Take an answer, or ask where there is none, or none from a server that is there; return whether it is
+        final. An error is."""
         try:
+            if answer is not None:
+                with suppress(LeaseError, ServerUnavailableError, TimeoutError):
+                    return self._take(request, answer.result(self._call_seconds))
             return self.ask(request)
         except LoraServerError as error:
             self.refuse(request, Failure.of(error))

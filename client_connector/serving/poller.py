@@ -48,14 +48,14 @@ class AdapterRequest:
 class AdmissionPoller:
     """Polls for requests that wait; thread-safe.
 
-    `ask` asks once more and returns whether the server's answer is final. While the server is away, `is_up` says
-    whether it is back, and `expire` may fail requests that have waited long enough. A request that no longer waits is
-    dropped, and its ticket cancelled.
+    `ask` asks once more, for all of these together, and returns those with a final answer. While the server is away,
+    `is_up` says whether it is back, and `expire` may fail requests that have waited long enough. A request that no
+    longer waits is dropped, and its ticket cancelled.
     """
 
     def __init__(
         self,
-        ask: Callable[[AdapterRequest], bool],
+        ask: Callable[[Sequence[AdapterRequest]], list[AdapterRequest]],
         is_up: Callable[[], bool],
         expire: Callable[[AdapterRequest, bool], object],
         timings: Timings = DEFAULTS,
@@ -115,8 +115,7 @@ class AdmissionPoller:
         except LoraServerError:  # the ask below raises the reason
             answered = numbers
         pending = {AdmissionTicket(session, number) for number in set(numbers) - set(answered)}
-        asked = [request for request in requests if request.ticket not in pending]
-        return [request for request in asked if self._ask(request)]
+        return self._ask([request for request in requests if request.ticket not in pending])
 
     def _await(self, session: RemoteSession, numbers: Sequence[int], requests: Sequence[AdapterRequest]) -> list[int]:
         """Wait until some of these tickets are answered; sooner if another request is added."""
@@ -141,4 +140,4 @@ class AdmissionPoller:
         is_up = self._is_up()
         for request in away:
             self._expire(request, is_up)
-        return [request for request in requests if request.state.waits and self._ask(request)] if is_up else []
+        return self._ask([request for request in requests if request.state.waits]) if is_up else []

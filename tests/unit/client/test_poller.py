@@ -52,11 +52,12 @@ def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined
     gated, session = joined
     answered, began = [], time.monotonic()
 
-    def ask(request):
-        (held,) = session.ask(request.ticket.number, [request.name])
-        request.state = request.state.after(RequestEvent.GRANTED, held=held).state
-        answered.append(request.name)
-        return True
+    def ask(requests):
+        for request in requests:
+            (held,) = session.ask(request.ticket.number, [request.name])
+            request.state = request.state.after(RequestEvent.GRANTED, held=held).state
+            answered.append(request.name)
+        return requests
 
     poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)
     try:
@@ -68,5 +69,30 @@ def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined
         report(gated, "law", gated.controller.agreement.spec.layers)
         until(lambda: answered == ["org/art", "law"] and not len(poller), "and the first", HANG_SECONDS / 2)
         assert time.monotonic() - began < HANG_SECONDS
+    finally:
+        poller.close()
+
+
+def test_requests_that_are_answered_together_are_asked_for_together(joined):
+    gated, session = joined
+    asked, names = [], ["law", "org/art"]
+
+    def ask(requests):
+        asked.append([one.name for one in requests])
+        for one in requests:
+            (held,) = session.ask(one.ticket.number, [one.name])
+            one.state = one.state.after(RequestEvent.GRANTED, held=held).state
+        return requests
+
+    poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)
+    try:
+        with poller._changed:  # the first wait is for both
+            for name in names:
+                poller.add(loading(gated, session, name))
+        layers = gated.controller.agreement.spec.layers
+        reports = [pb.Residency(handle=gated.handles[name], layers=layers) for name in names]
+        moved(gated.controller, gated.shard.handle, reports)
+        until(lambda: not len(poller), "both are answered")
+        assert asked == [names]
     finally:
         poller.close()
