@@ -18,8 +18,7 @@ from lora_server.sources.cache import DiskCache
 from lora_server.units import Size
 from tests.support.serving import HANG_SECONDS, listed, until
 
-LAYERS, ROOM = cold_neighbour.LAYERS, 3
-LAYER_SECONDS = 3 * cold_neighbour.LAYER_SECONDS  # on a busy machine a load must outlast a pass
+LAYERS, LAYER_SECONDS, ROOM = cold_neighbour.LAYERS, cold_neighbour.LAYER_SECONDS, 3
 FETCH_SECONDS, STEP_SECONDS = 5.0, 2.0
 
 
