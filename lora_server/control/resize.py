@@ -229,7 +229,7 @@ class Resize:
             if missing := staged.shards.missing():
                 raise ServerUnavailableError(f"shards {missing} of {agreement.layout} were lost: see the node's log")
             parts.adapters.admission.swap(staged, str(agreement.layout))
-            parts.arrivals.agreement, parts.arrivals.beside = agreement, None
+            parts.arrivals.agreement, parts.arrivals.beside = agreement, parts.arrivals.agreement
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)
                 parts.adapters.admission.introduce(handle)

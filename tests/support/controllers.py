@@ -73,7 +73,8 @@ class ToldShard:
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
         self.largest = 0  # bytes of a command
         self.loaded = set()
-        own = self.memory.sign(registration(shard, agreement=controller.agreement.digest(), **fields))
+        fields = {"agreement": controller.agreement.digest()} | fields
+        own = self.memory.sign(registration(shard, **fields))
         reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
         self.handle = controller.arrivals.arrive(own, reports)
         self.lives()

@@ -1,17 +1,19 @@
 """What a resize needs before it begins, and what of it outlives the server."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lora_server.control.resize import ResizeSupport
-from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.errors import ConfigError, LeaseError, ServerUnavailableError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
 from tests.support.controllers import ToldShard, make_controller
+from tests.support.serving import HANG_SECONDS, until
 
 OFFERED = ResizeSupport(refusal="")
 
@@ -69,6 +71,34 @@ def test_a_client_of_an_earlier_controller_is_waited_for_until_it_says_by_what_i
         assert client in behind()
         controller.clients.heartbeat(Proof(client, 1, bytes([client])), generation=generation)
     assert behind() == [1]
+
+
+def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_not():
+    new = []
+
+    def run_layouts(layouts):
+        if 2 in layouts and not new:
+            digest = controller.arrivals.beside.digest()
+            new.extend(ToldShard(controller, shard=shard, generation=2, agreement=digest) for shard in range(2))
+
+    controller = make_controller(resize=OFFERED._replace(run_layouts=run_layouts), timings=Timings(drain_look=0.001))
+    controller.start.registered.set()
+    digest, old = controller.agreement.digest(), ToldShard(controller)
+    controller.clients.leases.adopt([pb.Grant(client=1, epoch=1, key=b"1")], 1)
+    controller.clients.heartbeat(Proof(1, 1, b"1"), generation=1)
+    with ThreadPoolExecutor(1) as thread:
+        resized = thread.submit(controller.resize.run, "ep2-pp1", HANG_SECONDS)
+        until(lambda: controller.resize.status().state == "moving", "the new shards serve")
+        old.close()
+        controller.arrivals.depart(old.handle)
+        again = ToldShard(controller, generation=1, agreement=digest)
+        until(lambda: any(one.kept.grant.client == 1 for one in again.memory.reports(lambda _: 0)), "it has the client")
+        controller.clients.heartbeat(Proof(1, 1, b"1"), generation=2)
+        assert (resized.result(HANG_SECONDS).moved, resized.result().ended) == (1, 0)
+    with pytest.raises(LeaseError, match="placement generation 1, expected 2"):
+        ToldShard(controller, generation=1, agreement=digest)
+    for shard in (again, *new):
+        shard.close()
 
 
 def test_a_link_to_a_new_shard_that_ends_before_its_client_moved_ends_no_lease():
