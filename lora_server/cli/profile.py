@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +44,7 @@ def profile(
     A server and engines run with adapters made for the model, one thread each; leave the machine to them. `provision`
     refuses the profile for another model, rank, wire, transport or machine.
     """
-    from lora_server import installed, terminal
+    from lora_server import installed
 
     installed.require("demo")
     from lora_server.demo.profile import ProfilePlan, measure
@@ -57,12 +59,29 @@ def profile(
         transport=transport,
         wire=wire,
     )
+    write_measured(out, partial(measure, plan))
+
+
+def write_measured(out: Path, measure: Callable[[str, Callable[[str], None]], object]) -> None:
+    """Write what `measure` finds, of the command that was typed and with a callback for progress, to `out` as JSON.
+
+    Raises ConfigError, before minutes are spent, where that cannot be written. An older result stays until then.
+    """
+    from lora_server import terminal
+
     if not out.parent.is_dir():
         raise ConfigError(f"--out: no directory {out.parent}; create it first")
+    is_new = not out.exists()
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}; give another file") from None
+    if is_new:
+        out.unlink()
     with terminal.progress(transient=True) as progress:
         task = progress.add_task("starting", total=None)
         asked = shlex.join(["lora-server", *sys.argv[1:]])
-        found = measure(plan, asked, lambda text: progress.update(task, description=text))
+        found = measure(asked, lambda text: progress.update(task, description=text))
     out.write_text(json.dumps(found, indent=1) + "\n")
     typer.echo(f"out: {out}", err=True)
 

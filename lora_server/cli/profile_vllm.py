@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lora_server.cli.call import one_line_errors
-from lora_server.cli.profile import numbers
+from lora_server.cli.profile import numbers, write_measured
 from lora_server.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def profile_vllm(
     Run it in vLLM's environment, on a machine without other work. It takes about a minute per way to serve: without
     adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
     """
-    from lora_server import installed, terminal
+    from lora_server import installed
 
     installed.require("demo")
     from lora_server.demo.vllm_profile import EnginePlan, measure
@@ -49,16 +49,7 @@ def profile_vllm(
         engine_args=_object(engine_args),
         serve_args=tuple(shlex.split(serve_args)),
     )
-    try:
-        out.open("a").close()  # now, not after minutes; an older result stays until then
-    except OSError as error:
-        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}; give another file") from None
-    with terminal.progress(transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        asked = shlex.join(["lora-server", *sys.argv[1:]])
-        found = measure(plan, asked, lambda text: progress.update(task, description=text))
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    typer.echo(f"out: {out}", err=True)
+    write_measured(out, partial(measure, plan))
 
 
 def _object(text: str) -> dict[str, Any]:
