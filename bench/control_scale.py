@@ -85,11 +85,21 @@ def split(count: int, each: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Size:
-    """Numbers of shards, engines and adapters."""
+    """Numbers of shards, engines and adapters; raises ValueError for shards that fill no layout."""
 
     shards: int
     engines: int
     adapters: int
+
+    def __post_init__(self) -> None:
+        if self.shards < 1 or (self.shards > STAGES and self.shards % STAGES):
+            raise ValueError(f"--shards: got {self.shards}, expected 1 to {STAGES} or a multiple of {STAGES}")
+
+    @property
+    def layout(self) -> str:
+        """One shard per stage, and experts divided once all stages have one."""
+        stages = min(self.shards, STAGES)
+        return f"ep{self.shards // stages}-pp{stages}"
 
 
 def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -98,13 +108,12 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
         root = Path(scratch)
         make(root, size.adapters, 1, "qv", **SIZES)
         (root / "token").write_text(TOKEN)
-        layout = f"ep{size.shards // STAGES}-pp{STAGES}"
-        flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", layout]
+        flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", size.layout]
         flags += ["--nodes", str(size.shards), "--node-rank", "0", "--join-token-file", str(root / "token")]
         server = launch(root / "log", *flags, "--device-pool", "256MiB")
         try:
-            with fakes(server.address, root, layout, size.shards):
-                facts = {**asdict(size), **wait_for_all(server, size)}
+            with fakes(server.address, root, size) as started:
+                facts = {**asdict(size), **wait_for_all(server, size, started)}
                 print(facts, file=sys.stderr, flush=True)
                 return with_engines(server, size, rates, seconds, facts)
         except BaseException:
@@ -114,17 +123,26 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
             server.stop()
 
 
-def fakes(address: str, root: Path, layout: str, shards: int) -> contextlib.AbstractContextManager[object]:
+def fakes(address: str, root: Path, size: Size) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """Start all shards but the first, which is a real one."""
-    about = {"address": address, "base": str(root / "base"), "layout": layout}
-    runs = split(shards, SHARDS_EACH)
+    about = {"address": address, "base": str(root / "base"), "layout": size.layout}
+    runs = split(size.shards, SHARDS_EACH)
     return processes("bench.control_fakes", [about | {"shards": [one for one in run if one]} for run in runs])
 
 
-def wait_for_all(server: RunningServer, size: Size) -> dict[str, float]:
-    """Wait until the server is ready, and until the last adapter that shards are told of in advance is loaded."""
+def wait_for_all(server: RunningServer, size: Size, started: list[subprocess.Popen[bytes]]) -> dict[str, float]:
+    """Wait until the server is ready, and until the last adapter that shards are told of in advance is loaded.
+
+    Raises RuntimeError when a process of the fake shards has ended.
+    """
     told = min(size.adapters, MOST_TOLD // size.shards)
-    ready = harness.until(lambda: server.get("/readyz")[0] == 200, "the server is ready", PATIENCE)
+
+    def is_ready() -> bool:
+        if any(one.poll() is not None for one in started):
+            raise RuntimeError("a process of the fake shards has ended; its reason is above")
+        return server.get("/readyz")[0] == 200
+
+    ready = harness.until(is_ready, "the server is ready", PATIENCE)
     with open_channel(server.address) as channel:
         stub, last = rpc.AdaptersStub(channel), pb.GetAdapterRequest(name=f"a{told - 1:05}")
         known = harness.until(lambda: stub.Get(last, timeout=PATIENCE).state == "ready", "all are loaded", PATIENCE)
