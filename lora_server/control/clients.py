@@ -201,7 +201,7 @@ class Clients:
         self.twins.forget(client)
         self.prefetches.forget(client)
         self.world.give_back(client, rests=True)
-        self._shards.broadcast(pb.ShardCommand(revoke=client))
+        self._shards.tell(pb.ShardCommand(revoke=client))
         self._admission.forget_client(client)
         log.info("client gone", client=client)
 

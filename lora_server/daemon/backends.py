@@ -46,7 +46,7 @@ GIB = 1 << 30
 DEVICE_POOL = Size(share=0.8)
 HOST_POOL_OF_GPUS = Size(share=0.25)  # the most that they get unless told
 
-OnLayer = Callable[[int, int], None]
+OnLayer = Callable[[int, int | None], None]
 
 
 class Backend(NamedTuple):

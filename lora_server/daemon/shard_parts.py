@@ -108,7 +108,7 @@ class ServingParts:
     ) -> None:
         self.config, self.listeners, self._fetcher = config, listeners, fetcher
         self.coordinator = StageRole()
-        self.layers_moved = threading.Event()  # a layer was loaded, or a load failed
+        self.layers_moved = threading.Event()  # some layers were loaded, or a load failed
         self.world: ShardWorld | None = None
         self.shard = self._serving(placement)
 
@@ -212,9 +212,11 @@ class ServingParts:
             killed.unlink(missing_ok=True)
         return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock", config.timings.handshake)
 
-    def layer_loaded(self, handle: int, layers: int) -> None:
-        """Wake the loop, and the reports: a layer of an adapter is there, or its load failed."""
-        self.layers_moved.set()
+    def layer_loaded(self, handle: int, left: int | None) -> None:
+        """Wake the loop: a layer of an adapter is there, or its load failed (None). Wake the reports for that, and each
+        time that half of what was left is loaded: each report takes time of the controller, and of the steps here."""
+        if left is None or not left & (left - 1):
+            self.layers_moved.set()
         self.listeners.port.ring()
 
 

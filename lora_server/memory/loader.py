@@ -53,7 +53,7 @@ class LoadStats:
 class Loader:
     """A thread of its own, which shares the store's lock, and notifies and waits on it.
 
-    `on_layer(handle, layers ready)` is called without the lock after each layer, and after a failure.
+    `on_layer(handle, layers left)` is called without the lock after each layer, and with None after a failure.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Loader:
         lock: StoreLock,
         planner: LoadPlanner,
         pins: Pins,
-        on_layer: Callable[[int, int], None],
+        on_layer: Callable[[int, int | None], None],
         stats: LoadStats,
         timings: Timings,
         closing: threading.Event,
@@ -141,7 +141,8 @@ class Loader:
 
     def _telling(self, entry: AdapterEntry) -> Answer:
         """Return what is to be called, without the lock, to tell of an entry's layers."""
-        return lambda _: self._on_layer(entry.handle, len(entry.copies.ready)), None
+        left = len(entry.layers) - len(entry.copies.ready) if entry.failure is None else None
+        return lambda _: self._on_layer(entry.handle, left), None
 
     def _next(self) -> AdapterEntry | None:
         """Wait for an entry to work on; None at the end."""

@@ -49,13 +49,13 @@ class WeightStore:
         *,
         policy: Policy = lru,
         link_gbps: float = 0.0,
-        on_layer: Callable[[int, int], None] = lambda handle, layers: None,
+        on_layer: Callable[[int, int | None], None] = lambda handle, left: None,
         fetcher: Fetcher | None = None,
         preload: bool = False,
         timings: Timings = DEFAULTS,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """`on_layer(handle, layers ready)`: called by the loader's thread after each layer, and after a failure.
+        """`on_layer(handle, layers left)`: called by the loader's thread after each layer; None after a failure.
 
         `fetcher`: fetches remote files; `preload`: fill idle memory; `kept_bytes`: of manifests that are cached.
         """

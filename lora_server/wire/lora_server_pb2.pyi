@@ -319,14 +319,16 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("forgot", "endpoints", "move")
+    __slots__ = ("forgot", "endpoints", "move", "pause")
     FORGOT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     forgot: bool
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
     move: Move
-    def __init__(self, forgot: bool = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+    pause: float
+    def __init__(self, forgot: bool = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., pause: _Optional[float] = ...) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("generation", "layout", "endpoints")

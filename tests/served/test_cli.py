@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -298,16 +299,24 @@ def in_a_terminal(*arguments, until_shown=None):
     if not pid:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that ran the tests in its background has it ignored
         os.execve(sys.executable, [sys.executable, "-m", "lora_server", *arguments], os.environ | {"TERM": "xterm"})
-    shown = b""
-    while True:
-        try:
-            shown += os.read(terminal, 1 << 16)
+    shown, code = b"", None
+    try:
+        while select.select([terminal], [], [], HANG_SECONDS)[0]:
+            try:
+                shown += os.read(terminal, 1 << 16)
+            except OSError:  # it ended
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                break
             if until_shown is not None and until_shown(shown.decode(errors="replace")):
                 until_shown = None
                 os.write(terminal, b"\x03")
-        except OSError:  # it ended
-            os.close(terminal)
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+    finally:
+        os.close(terminal)
+        if code is None:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+    assert code is not None, f"nothing for {HANG_SECONDS} s after {shown.decode()!r}"
+    return code, shown.decode()
 
 
 def test_adding_shows_bars_in_a_terminal_and_nowhere_else(server):

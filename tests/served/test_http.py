@@ -179,7 +179,7 @@ def test_handshakes_that_do_not_end_are_bounded(tmp_path):
     tls.load_cert_chain(*Authority(tmp_path).issue("server"))
     with serving(tls=tls, look_seconds=0.01) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(opened(server.port)) for _ in range(MAX_OF_A_HOST + 20)]
-        held[0].settimeout(HANG_SECONDS / 4)  # asyncio gives it a minute
+        held[0].settimeout(30.0)  # asyncio gives it a minute
         assert held[0].recv(1) == b"", "the oldest ended"
 
 

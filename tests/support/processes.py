@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_server.demo import children
 
 ROOT = Path(__file__).parents[2]
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 
 
 def start(script, *arguments, pass_fds=()):

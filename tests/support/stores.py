@@ -31,14 +31,14 @@ class Gate:
     """An on_layer that writes down what was loaded, and stops the loader where the test says."""
 
     def __init__(self) -> None:
-        self.loaded: list[tuple[int, int]] = []
+        self.loaded: list[tuple[int, int | None]] = []  # handles, and layers left
         self._open, self.arrived = threading.Event(), threading.Event()
         self._open.set()
-        self.then: Callable[[int, int], None] = lambda handle, layers: None
+        self.then: Callable[[int, int | None], None] = lambda handle, left: None
 
-    def __call__(self, handle: int, layers: int) -> None:
-        self.loaded.append((handle, layers))
-        self.then(handle, layers)
+    def __call__(self, handle: int, left: int | None) -> None:
+        self.loaded.append((handle, left))
+        self.then(handle, left)
         self.arrived.set()
         assert self._open.wait(SECONDS)
 

@@ -50,7 +50,7 @@ class ToldStore:
     def _report(self, report: pb.ShardReport) -> None:
         self._controller.hear(self.handle, report)
 
-    def _layer(self, handle: int, layers: int) -> None:
+    def _layer(self, handle: int, left: int | None) -> None:
         self._late()
         self.tell_moved()
 

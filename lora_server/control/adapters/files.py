@@ -76,10 +76,10 @@ class AdapterFiles:
 
     def tidy(self) -> None:
         """Delete copies of versions that no name means or meant, and that no client holds."""
-        stored, handles = self._catalog.ledger.stored, {one.handle for one in self._catalog.records()}
+        stored = self._catalog.ledger.stored
         if self._copies is None or stored is None or not self._catalog.start.settled.is_set():
             return
-        if handles == self._tidied:
+        if (handles := {one.handle for one in self._catalog.records()}) == self._tidied:
             return
         self._tidied = handles
         kept = {one.version for one in stored.all()} | {one.version for one in self._catalog.records()}

@@ -38,6 +38,7 @@ class EngineTraits(NamedTuple):
 
 
 NO_TRAITS = EngineTraits()
+HEARTBEATS = 250  # a second, of all clients together, that a controller asks for at most
 UNHEARD = -1
 
 
@@ -194,6 +195,11 @@ class Leases:
         with self._lock:
             leases = sorted(self._leases.values(), key=lambda lease: lease.client)
             return [(lease, max(0.0, now + self.seconds - lease.expires)) for lease in leases]
+
+    def heartbeat_pause(self) -> float:
+        """Return the seconds that a client lets pass between two heartbeats, at least: the more clients, the longer,
+        up to a quarter of the lease."""
+        return min(self.seconds / 4, len(self) / HEARTBEATS)
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -170,7 +170,8 @@ class ClientsService:
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
         endpoints = [one.registration.endpoint for one in level]
         move = self._controller.resize.move_for(request.generation)
-        return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move)
+        pause = self._clients.leases.heartbeat_pause()
+        return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move, pause=pause)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
         self._clients.leave(self._own(request, who), request.unanswered)

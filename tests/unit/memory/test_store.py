@@ -55,7 +55,7 @@ def test_layers_become_ready_one_by_one_and_are_read_once_for_all_who_ask(store,
     gate.open()
     assert first.result() is None and second.result() is None and states(store, 1) == ["ready"] * 4
     assert load(store, 1, tiny_adapters["all"]).result() is None
-    assert gate.loaded == [(1, layers) for layers in (1, 2, 3, 4)]
+    assert gate.loaded == [(1, left) for left in (3, 2, 1, 0)]
     assert store.report.use().weight_bytes == before and store.report.use().loads == 1
     store.report.check_integrity()
 
@@ -79,7 +79,7 @@ def test_a_drop_stops_a_load_and_says_so(when, store, gate, tiny_adapters):
     done = other if handle == 1 else load(store, 2, tiny_adapters["down"])
     if when == "between two layers":
         store.prefetch([2], "a client", time.monotonic() + SECONDS)
-        gate.then = lambda handle, layers: store.adapters.drop(2) if (handle, layers) == (2, 1) else None
+        gate.then = lambda handle, left: store.adapters.drop(2) if (handle, left) == (2, 3) else None
     else:
         store.adapters.drop(handle)
         assert states(store, handle) == ["unknown"] * 4
