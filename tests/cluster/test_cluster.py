@@ -13,7 +13,7 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import READY_SECONDS
-from tests.support.cluster import NODES, Cluster
+from tests.support.cluster import NODES, Cluster, any_fault
 from tests.support.hosts import switch
 from tests.support.serving import HANG_SECONDS, stop, until
 from tests.support.workload import NEW_TOKENS
@@ -22,28 +22,13 @@ FAULTS = int(os.environ.get("LORA_FAULTS", "3"))  # `make test-cluster` sets mor
 CUTS = (1, 5, 35) if "LORA_FAULTS" in os.environ else (1, 8)  # seconds
 
 
-@contextlib.contextmanager
-def is_cut(host):
-    """Cut a host off for the block."""
-    host.cut()
-    try:
-        yield
-    finally:
-        host.mend()
-
-
 @pytest.fixture(scope="module")
 def running(load, tmp_path_factory):
-    with switch() as wires:
-        it = Cluster(tmp_path_factory.mktemp("cluster"), load, wires)
-        try:
-            it.wait_ready(READY_SECONDS)
-            with it.fleet(tmp_path_factory.mktemp("engines")):
-                it.heals()
-                yield it
-        finally:
-            codes = it.stop()
-        assert codes == [0] * NODES
+    with switch() as wires, Cluster(tmp_path_factory.mktemp("cluster"), load, wires) as it:
+        it.wait_ready(READY_SECONDS)
+        with it.fleet(tmp_path_factory.mktemp("engines")):
+            it.heals()
+            yield it
 
 
 @pytest.fixture
@@ -85,7 +70,7 @@ def test_a_host_behind_a_bad_wire_serves_as_well(cluster):
 def test_a_host_that_is_cut_off_comes_back_by_itself(cluster, who, seconds):
     host = {"a shard's host": cluster.at[2], "node 0": cluster.at[0], "an engine": cluster.engines_at[0]}[who]
     before = cluster.shards()
-    with is_cut(host):
+    with host.is_cut():
         time.sleep(seconds)  # the outage itself
     print(f"{who} cut off for {seconds} s: all right again {cluster.heals():.1f} s after it was back")
     assert cluster.shards() == before, "none was restarted"
@@ -129,26 +114,8 @@ def test_node_0_comes_back_at_its_address(cluster):
 
 @pytest.mark.parametrize("seed", range(FAULTS))
 def test_any_fault_of_a_host_is_survived(cluster, seed):
-    chance = random.Random(seed)
-    rank = chance.randrange(NODES)
-    kind = chance.choice(["cut", "cut an engine", "stop", "kill", "replace"])
-    time.sleep(chance.uniform(0, 1))  # engines are anywhere in a step
-    if kind.startswith("cut"):
-        host = chance.choice(cluster.engines_at) if kind == "cut an engine" else cluster.at[rank]
-        with is_cut(host):
-            time.sleep(chance.uniform(0.1, 8))
-    elif kind == "stop":
-        stopped = cluster.stopped(rank)
-        time.sleep(chance.uniform(0.1, 8))
-        for process in stopped:
-            process.resume()
-    else:
-        cluster.lose(rank)
-        if not rank:
-            cluster.restart_first()
-        else:
-            cluster.replace(rank, cluster.switch.host() if kind == "replace" else cluster.at[rank])
-    print(f"{kind} {rank}: all right again after {cluster.heals():.1f} s")
+    fault = any_fault(cluster, random.Random(seed))
+    print(f"{fault}: all right again after {cluster.heals():.1f} s")
 
 
 def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
@@ -174,7 +141,7 @@ def test_the_doctor_finds_a_narrow_wire_and_one_that_is_cut(cluster):
     finally:
         cluster.at[3].widen()
     assert {state for check, state, _ in narrow if check == "shard 3"} == {"ok", "warning"}, narrow
-    with is_cut(cluster.at[3]):
+    with cluster.at[3].is_cut():
         cut = found()
     told = [text for check, state, text in cut if state == "failed" and ("shard 3" in check or "shards [3]" in text)]
     assert told, cut

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +27,9 @@ STEP_SECONDS = 4.0  # an engine's timeout
 class Cluster:
     """`at` are the hosts of the nodes, by rank; `engines` check every answer."""
 
-    def __init__(self, directory: Path, load: Workload, switch: Switch) -> None:
-        self.directory, self.load, self.switch = directory, load, switch
+    def __init__(self, directory: Path, load: Workload, switch: Switch, *flags: str) -> None:
+        """Start the nodes. `flags`: more of `serve`, for each of them."""
+        self.directory, self.load, self.switch, self.flags = directory, load, switch, flags
         self.authority = Authority(directory)
         os.environ["LORA_SERVER_TLS_CA"] = str(self.authority.ca)  # of engines, and of this process
         self.at = [switch.host() for _ in range(NODES)]
@@ -49,7 +52,15 @@ class Cluster:
         flags += ["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-ca", str(self.authority.ca)]
         flags += ["--insecure", "--lease-seconds", str(SILENCE_SECONDS), "--data-dir", str(data)]
         own = ["--controller", self.address] if rank else ["--adapters", str(load.adapters)]
-        return launch(self.directory / f"log{number}", *flags, *own, *more, host=host.address, prefix=host.prefix)
+        flags += [*self.flags, *own, *more]
+        return launch(self.directory / f"log{number}", *flags, host=host.address, prefix=host.prefix)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        codes = self.stop()
+        assert kind is not None or codes == [0] * NODES
 
     def wait_ready(self, seconds: float = BACK_SECONDS) -> None:
         """Wait until every shard is up and the server admits requests."""
@@ -113,3 +124,26 @@ class Cluster:
         all_gone(family)
         os.environ.pop("LORA_SERVER_TLS_CA")
         return codes
+
+
+def any_fault(cluster: Cluster, chance: random.Random) -> str:
+    """Cut a host off for seconds, stop its processes for as long, kill it, or replace it; return what was done."""
+    rank = chance.randrange(NODES)
+    kind = chance.choice(["cut", "cut an engine", "stop", "kill", "replace"])
+    time.sleep(chance.uniform(0, 1))  # engines are anywhere in a step
+    seconds = chance.uniform(0.1, 8)  # the outage itself
+    if kind == "stop":
+        stopped = cluster.stopped(rank)
+        time.sleep(seconds)
+        for process in stopped:
+            process.resume()
+    elif kind.startswith("cut"):
+        with (chance.choice(cluster.engines_at) if kind == "cut an engine" else cluster.at[rank]).is_cut():
+            time.sleep(seconds)
+    else:
+        cluster.lose(rank)
+        if rank:
+            cluster.replace(rank, cluster.switch.host() if kind == "replace" else cluster.at[rank])
+        else:
+            cluster.restart_first()
+    return f"{kind} {rank}"

@@ -6,6 +6,7 @@ Each namespace lives as long as a process in it, and those end with the tests: n
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from lora_server.demo import children
 
 SECONDS = 20.0
+HEADER_BYTES = 66  # of a packet: Ethernet's, IP's and TCP's, whose timestamps Linux has on
 
 
 def run(*command: str) -> str:
@@ -59,13 +61,21 @@ class Host:
         """Runs a command on this host."""
         return self.inside.prefix
 
-    def cut(self) -> None:
-        """Cut the wire: frames both ways are lost."""
+    @contextlib.contextmanager
+    def is_cut(self) -> Iterator[None]:
+        """Cut the wire for the block: frames both ways are lost."""
         self.switch.run("ip", "link", "set", self.link, "down")
+        try:
+            yield
+        finally:
+            self.switch.run("ip", "link", "set", self.link, "up")
 
-    def mend(self) -> None:
-        """Undo `cut`."""
-        self.switch.run("ip", "link", "set", self.link, "up")
+    def carried(self) -> tuple[int, int]:
+        """Return the bytes that its wire has carried to it, and from it, without the headers of packets."""
+        (link,) = json.loads(self.inside.run("ip", "-s", "-json", "link", "show", "eth0"))
+        ways = (link["stats64"][way] for way in ("rx", "tx"))
+        received, sent = (way["bytes"] - HEADER_BYTES * way["packets"] for way in ways)
+        return received, sent
 
     def narrow(self, rate: str, burst: str = "256kb") -> None:
         """Limit the wire to a rate, both ways; `1gbit`, say. As much as `burst` passes at once after a rest."""
