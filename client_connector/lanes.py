@@ -3,6 +3,7 @@ each of the shard's twins."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import structlog
@@ -13,6 +14,7 @@ from lora_server.errors import LoraServerError, StepError, StepTimeoutError
 from lora_server.placement import Layout
 from lora_server.transport.base import Link
 
+SUSPECT_SECONDS = 8.0  # longer than TCP takes to end the connections to a host that is gone: transport.address.watch
 log = structlog.get_logger()
 
 
@@ -74,7 +76,8 @@ class ShardLanes:
     """The lane that the steps for each shard take. For the thread that starts them.
 
     It is the one to the replica that this client prefers. When that breaks, or had no answer for `failover` seconds,
-    steps take a twin's lane, until the preferred one has answered or is connected again.
+    steps take a twin's lane, until the preferred one has answered or is connected again. The host of a silent shard is a
+    *suspect*, until it answers or for SUSPECT_SECONDS: its other shards are not waited for where they have twins elsewhere.
     """
 
     def __init__(self, links: Collection[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
@@ -82,6 +85,7 @@ class ShardLanes:
         self._twins, self._width = twins, layout.width
         self.failover = twins.failover if twins is not None else 0.0
         self._lanes: list[list[Lane]] = [[] for _ in range(layout.width)]  # by shard: the preferred one first
+        self._suspects: dict[str, float] = {}  # host -> until when, time.monotonic()
         for link in links if twins is None else twins.take():
             self._add(link)
         self._chosen = [lanes[0] for lanes in self._lanes if lanes]
@@ -95,6 +99,7 @@ class ShardLanes:
     def _add(self, link: Link) -> None:
         lanes, first = self._lanes[link.shard % self._width], self._twins.replica if self._twins is not None else 0
         lanes.append(Lane(link))
+        self._suspects.pop(link.host, None)
         lanes.sort(key=lambda lane: (lane.shard // self._width != first, lane.shard))
 
     def __getitem__(self, shard: int) -> Lane:
@@ -126,16 +131,27 @@ class ShardLanes:
             self._add(link)
         if not (arrived or self._is_unsettled or any(lane.broken is not None for lane in self._chosen)):
             return
+        now = time.monotonic()
+        self._suspects = {host: until for host, until in self._suspects.items() if until > now}
+        for lane in [lane for lanes in self._lanes for lane in lanes if lane.is_silent]:
+            lane.look()
+            if lane.is_good:
+                self._suspects.pop(lane.link.host, None)
         for shard, lanes in enumerate(self._lanes):
-            for lane in lanes:
-                if lane.is_silent:
-                    lane.look()
             for lane in [lane for lane in lanes if lane.broken is not None]:
                 if len(lanes) > 1:
                     lanes.remove(lane)
                     self._twins.part(lane.link)
-            self._chosen[shard] = next((lane for lane in lanes if lane.is_good), lanes[0])
-        self._is_unsettled = any(not lane.is_good for lanes in self._lanes for lane in lanes)
+            self._chosen[shard] = min(lanes, key=lambda lane: (not lane.is_good, self._is_of_suspect(lane)))
+        self._is_unsettled = bool(self._suspects) or any(not lane.is_good for lanes in self._lanes for lane in lanes)
+
+    def _is_of_suspect(self, lane: Lane) -> bool:
+        return lane.link.host in self._suspects
+
+    def is_suspect(self, lane: Lane) -> bool:
+        """Return whether a lane's host is a suspect, and its shard has a good lane to another one."""
+        others = (one for one in self._lanes_of(lane) if one.is_good)
+        return self._is_of_suspect(lane) and not all(self._is_of_suspect(one) for one in others)
 
     def has_spare(self, lane: Lane) -> bool:
         """Return whether a shard has another lane that looks good."""
@@ -143,7 +159,7 @@ class ShardLanes:
 
     def replace(self, lane: Lane, error: LoraServerError) -> Lane:
         """Choose a twin's lane instead of one that failed with `error`; raises that where there is none."""
-        for spare in self._lanes_of(lane):
+        for spare in sorted(self._lanes_of(lane), key=self._is_of_suspect):
             if spare is not lane and spare.is_good:
                 spare.look()
                 if spare.is_good:
@@ -152,6 +168,8 @@ class ShardLanes:
             raise error
         if isinstance(error, StepTimeoutError):
             lane.broken, lane.is_silent = None, True
+            if lane.link.host:
+                self._suspects[lane.link.host] = time.monotonic() + SUSPECT_SECONDS
         self._chosen[lane.shard % self._width], self._is_unsettled = spare, True
         if not lane.is_good:
             log.warning("steps go to a shard's twin", shard=lane.shard, twin=spare.shard, why=str(error))

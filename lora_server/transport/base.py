@@ -53,6 +53,7 @@ class Link(ABC):
     epoch: int
     shard: int
     transport: str  # the chosen one, if `auto` was asked for
+    host = ""  # of the shard, where a network lies between
     device: torch.device | None = None  # activations on this device need not pass through the host
     unanswered = False  # of a closed link: a pushed step may still arrive
     why_gone = "the shard closed the connection (it died, or it revoked this client's lease)"

@@ -50,7 +50,7 @@ class TcpLink(Link):
         self, address: str, hello: Hello, shard: int, seconds: float = Timings.handshake, certificate: bytes = b""
     ) -> None:
         """`certificate`: the shard's; with it the connection uses TLS and accepts no other certificate."""
-        self.shard, self.epoch = shard, hello.epoch
+        self.shard, self.epoch, self.host = shard, hello.epoch, parse(address)[0]
         self.transport = "tls" if certificate else "tcp"
         self._memory: Mapping | None = None
         self._socket: Stream | None = None
