@@ -14,8 +14,10 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from bench.step_costs import COLUMNS, Way, measure
 from client_connector.client import Client
 from client_connector.packing import Activations, HostPacker
 from client_connector.remote import RemoteServer
-from client_connector.routing import Batch, Run, route_dense
+from client_connector.routing import Message, probe_messages
 from lora_server.demo.launch import launch
 from lora_server.spec import Site
 
@@ -34,34 +36,36 @@ WAYS = {"one replica": ("--layout", "ep2-pp1"), "two replicas": ("--layout", "ep
 
 
 class Engine:
-    """An engine that is joined to a server and holds its adapter."""
+    """An engine that is joined to a server and holds its adapter; a step of it has one row for each shard of a site."""
 
-    def __init__(self, address: str) -> None:
-        self.client = Client(RemoteServer(address, "shm"))
+    def __init__(self, address: str, transport: str = "shm", site: Site = SITE) -> None:
+        self.client = Client(RemoteServer(address, transport))
         (held,) = self.client.acquire(["law"], loaded=True)
-        batch = Batch.of([Run.of(held, 0, 1)], decode=True)
-        assert batch is not None
         terms = self.client.terms
-        owner = self.client.placement.owners(SITE)[0]
-        self._messages = route_dense(batch, owner, terms.max_step_rows)
-        self._packer = HostPacker(terms, SITE, Activations(x=torch.randn(1, terms.spec.hidden), decode=True))
+        self._messages = probe_messages(terms.placement, site, held.handle)
+        self._packer = HostPacker(terms, site, Activations(x=torch.randn(1, terms.spec.hidden), decode=True))
 
-    def step(self) -> None:
-        self.client.start(self._packer, self._messages).finish(lambda message, delta: None)
+    def step(self, add: Callable[[Message, torch.Tensor], None] = lambda message, delta: None) -> None:
+        self.client.start(self._packer, self._messages).finish(add)
 
-    def nanoseconds(self) -> float:
+    def nanoseconds(self, steps: int = STEPS) -> float:
         began = time.perf_counter_ns()
-        for _ in range(STEPS):
+        for _ in range(steps):
             self.step()
-        return (time.perf_counter_ns() - began) / STEPS
+        return (time.perf_counter_ns() - began) / steps
 
 
-def serve(stack: ExitStack, work: Path, name: str, flags: tuple[str, ...]) -> str:
+Where = dict[str, Any]  # `host` and `prefix` of demo.launch.launch
+
+
+def serve(
+    stack: ExitStack, work: Path, name: str, flags: tuple[str, ...], wheres: Sequence[Where] = ({}, {})
+) -> str:
     """Start a server's two nodes; return its address once both are up."""
     base = ("--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *COMMON, *flags)
-    first = launch(work / f"{name} 0", *base)
+    first = launch(work / f"{name} 0", *base, **wheres[0])
     stack.callback(first.stop)
-    second = launch(work / f"{name} 1", *base, "--node-rank", "1", "--controller", first.address)
+    second = launch(work / f"{name} 1", *base, "--node-rank", "1", "--controller", first.address, **wheres[1])
     stack.callback(second.stop)
     first.wait_ready()
     harness.until(lambda: all(one.state == "up" for one in harness.status(first.address).shards), "all shards are up")
