@@ -6,6 +6,7 @@ and how many descriptors and shared regions the process has.
 """
 
 import json
+import random
 import signal
 import sys
 import threading
@@ -25,7 +26,8 @@ TOLERANCE = 1e-4
 
 
 class CheckingJob(msgspec.Struct):
-    """`expected`: what PEFT answers to `batch`."""
+    """`expected`: what PEFT answers to `batch`. `variants`: names of adapters with the same delta, of which each round
+    takes one at random in the place of the batch's."""
 
     model: str
     server: str
@@ -33,6 +35,11 @@ class CheckingJob(msgspec.Struct):
     timeout_seconds: float
     batch: list[Sequence]
     expected: list[EngineAnswer]
+    variants: dict[str, list[str]] = {}
+
+    def names(self, chance: random.Random) -> list[str | None]:
+        """Return the adapters of a round."""
+        return [chance.choice(self.variants.get(one.adapter or "", [one.adapter])) for one in self.batch]
 
 
 class Gaps:
@@ -70,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     model, new_tokens = load_model(job.model), len(job.expected[0].tokens)
-    names = [sequence.adapter for sequence in job.batch]
+    chance = random.Random(sys.argv[1])
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     kept = []  # tracebacks, as an application that logs its errors late would keep them
@@ -79,7 +86,7 @@ def main() -> None:
         lora.observe(gaps.note)
         while not ended.is_set():
             try:
-                with lora.adapters(names):
+                with lora.adapters(job.names(chance)):
                     outcome = "right" if is_right(generate(model, job.batch, new_tokens), job.expected) else "wrong"
             except LoraServerError as error:
                 kept.append(error)

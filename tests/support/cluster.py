@@ -71,12 +71,11 @@ class Cluster:
 
         until(is_ready, "every shard is up", seconds)
 
-    def fleet(self, scratch: Path) -> Fleet:
-        """Start an engine on each host of engines."""
-        wheres = [host.prefix for host in self.engines_at]
-        self.engines = Fleet(
-            self.load, self.address, scratch, ("tcp",) * ENGINES, prefixes=wheres, timeout=STEP_SECONDS
-        )
+    def fleet(self, scratch: Path, each: int = 1, **how: object) -> Fleet:
+        """Start engines, so many on each of their hosts; `how`: of Fleet."""
+        wheres = [host.prefix for host in self.engines_at for _ in range(each)]
+        how = {"prefixes": wheres, "timeout": STEP_SECONDS, **how}
+        self.engines = Fleet(self.load, self.address, scratch, ("tcp",) * len(wheres), **how)
         return self.engines
 
     def heals(self) -> float:

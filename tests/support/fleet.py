@@ -56,11 +56,14 @@ class Engine:
         return next((one["at"] for one in list(self.rounds) if one["at"] > since and one["outcome"] == "right"), None)
 
 
-def start_checking(load, server, file, transport="auto", timeout=HANG_SECONDS, prefix=(), names=()) -> Engine:
+def start_checking(
+    load, server, file, transport="auto", timeout=HANG_SECONDS, prefix=(), names=(), variants=None
+) -> Engine:
     """One that holds adapters for a round, all of the workload's or these, releases them, and asks again."""
     chosen = [pair for pair in zip(load.batch, load.expected, strict=True) if not names or pair[0].adapter in names]
     batch, expected = map(list, zip(*chosen, strict=True))
-    file.write_bytes(msgspec.json.encode(CheckingJob(str(load.base), server, transport, timeout, batch, expected)))
+    job = CheckingJob(str(load.base), server, transport, timeout, batch, expected, variants or {})
+    file.write_bytes(msgspec.json.encode(job))
     return Engine(checking(file, prefix))
 
 
@@ -71,8 +74,8 @@ class Fleet:
         self.engines = []
         prefixes = how.pop("prefixes", ((),) * len(transports))
         for index, (transport, prefix) in enumerate(zip(transports, prefixes, strict=True)):
-            file, timeout = scratch / f"engine-{index}.json", how.get("timeout", HANG_SECONDS / 2)
-            self.engines.append(start_checking(load, server, file, transport, timeout, prefix))
+            file, own = scratch / f"engine-{index}.json", {"timeout": HANG_SECONDS / 2, "prefix": prefix, **how}
+            self.engines.append(start_checking(load, server, file, transport, **own))
 
     def __enter__(self):
         return self
