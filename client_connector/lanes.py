@@ -142,24 +142,21 @@ class ShardLanes:
                 if len(lanes) > 1:
                     lanes.remove(lane)
                     self._twins.part(lane.link)
-            self._chosen[shard] = min(lanes, key=lambda lane: (not lane.is_good, self._is_of_suspect(lane)))
+            self._chosen[shard] = min(lanes, key=lambda lane: (not lane.is_good, self.is_suspect(lane)))
         self._is_unsettled = bool(self._suspects) or any(not lane.is_good for lanes in self._lanes for lane in lanes)
 
-    def _is_of_suspect(self, lane: Lane) -> bool:
+    def is_suspect(self, lane: Lane) -> bool:
+        """Return whether another shard of the lane's host is silent."""
         return lane.link.host in self._suspects
 
-    def is_suspect(self, lane: Lane) -> bool:
-        """Return whether a lane's host is a suspect, and its shard has a good lane to another one."""
-        others = (one for one in self._lanes_of(lane) if one.is_good)
-        return self._is_of_suspect(lane) and not all(self._is_of_suspect(one) for one in others)
-
     def has_spare(self, lane: Lane) -> bool:
-        """Return whether a shard has another lane that looks good."""
-        return self._twins is not None and any(one.is_good for one in self._lanes_of(lane) if one is not lane)
+        """Return whether a shard has another lane that looks good, to a host that is no suspect."""
+        others = (one for one in self._lanes_of(lane) if one is not lane and one.is_good)
+        return self._twins is not None and not all(self.is_suspect(one) for one in others)
 
     def replace(self, lane: Lane, error: LoraServerError) -> Lane:
         """Choose a twin's lane instead of one that failed with `error`; raises that where there is none."""
-        for spare in sorted(self._lanes_of(lane), key=self._is_of_suspect):
+        for spare in sorted(self._lanes_of(lane), key=self.is_suspect):
             if spare is not lane and spare.is_good:
                 spare.look()
                 if spare.is_good:

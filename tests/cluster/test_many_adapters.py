@@ -49,7 +49,7 @@ def running(load, tmp_path_factory):
 def test_engines_are_right_again_after_each_fault(running, load, seed):
     before, chance = running.engines.check(), random.Random(seed)
     guest = f"guest-{seed}"
-    ask(running.address, "Add", name=guest, uri=str(load.paths[GUEST]))
+    ask(running.address, "Add", name=guest, uri=str(running.load.adapters / f"{GUEST}-0"))
     fault = any_fault(running, chance)
     took = running.heals()
     with attach(load.model, running.address, transport="tcp", timeout_seconds=HANG_SECONDS) as lora:

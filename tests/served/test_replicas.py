@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
@@ -14,6 +15,7 @@ from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, f
 from tests.support.workload import NEW_TOKENS
 
 SHARDS = 4  # ep2, twice
+ELSEWHERE = "127.0.0.2"  # of the other node, as if it were another host's
 FLAGS = ("--layout", "ep2-pp1", "--replicas", "2", "--device-pool", "64MiB", "--failover-ms", "400")
 
 
@@ -23,7 +25,7 @@ class TwinNodes(Nodes):
     def __init__(self, directory, load):
         super().__init__(directory, *flags(load, *FLAGS))
         self.first = self.start()
-        self.second = self.start()
+        self.second = self.start(host=ELSEWHERE)
 
     def shards(self):
         return status(self.first.address).shards
@@ -119,6 +121,26 @@ def test_a_stopped_shard_fails_no_request(nodes, load, tmp_path):
     ask(nodes.first.address, "Remove", name="late")
 
 
+def test_a_host_that_falls_silent_is_waited_for_once(nodes, load):
+    """By steps over TCP: its other shard is given up with the first."""
+    with attach(load.model, nodes.first.address, transport="tcp", timeout_seconds=HANG_SECONDS) as lora:
+        with lora.adapters(load.names):
+            generate(load.model, load.batch, 1)
+            used = [lora.client.lanes[shard].link for shard in range(2)]
+            assert {link.host for link in used} <= {"127.0.0.1", ELSEWHERE} and used[0].host == used[1].host
+            stopped = [nodes.shards()[link.shard].pid for link in used]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                with capture_logs() as lines:
+                    load.check(generate(load.model, load.batch, NEW_TOKENS))
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+    assert [one["event"] for one in lines].count("steps go to a shard's twin") == 1, lines
+    until(lambda: nodes.degraded() == "", "they have registered again")
+
+
 def test_a_killed_node_fails_no_request(nodes, load, tmp_path):
     with undisturbed(nodes, load, tmp_path) as fleet:
         kill(nodes.all.pop())
@@ -126,7 +148,7 @@ def test_a_killed_node_fails_no_request(nodes, load, tmp_path):
         assert [one.state for one in nodes.shards()] == ["up", "up", "lost", "lost"]
         fleet.all_right_again(now())
         assert nodes.first.get("/readyz") == (200, "ok\n")
-        nodes.second = nodes.start()
+        nodes.second = nodes.start(host=ELSEWHERE)
 
 
 def test_a_killed_controller_finds_both_replicas_again(nodes, load, tmp_path):
