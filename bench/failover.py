@@ -107,7 +107,11 @@ def cut(engine: Checked, dice: random.Random, hosts: list[Host], failover_ms: fl
 
 
 def measure(
-    fault: str, times: int, address: str, transport: str, strike: Callable[[Checked, random.Random], tuple[float, float]]
+    fault: str,
+    times: int,
+    address: str,
+    transport: str,
+    strike: Callable[[Checked, random.Random], tuple[float, float]],
 ) -> dict[str, Any]:
     engine, dice = Checked(address, transport), random.Random(7)
     try:

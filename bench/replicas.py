@@ -58,9 +58,7 @@ class Engine:
 Where = dict[str, Any]  # `host` and `prefix` of demo.launch.launch
 
 
-def serve(
-    stack: ExitStack, work: Path, name: str, flags: tuple[str, ...], wheres: Sequence[Where] = ({}, {})
-) -> str:
+def serve(stack: ExitStack, work: Path, name: str, flags: tuple[str, ...], wheres: Sequence[Where] = ({}, {})) -> str:
     """Start a server's two nodes; return its address once both are up."""
     base = ("--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *COMMON, *flags)
     first = launch(work / f"{name} 0", *base, **wheres[0])

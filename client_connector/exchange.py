@@ -123,8 +123,8 @@ class Exchange(Started):
                 self._fail_over(lane, error)
 
     def _patience(self, lane: Lane) -> float:
-        """Return until when (time.monotonic()) a lane may be silent. Shards that fell silent together are not waited for
-        one after the other, those of one host not at all once one of them was."""
+        """Return until when (time.monotonic()) a lane may be silent. Shards that fell silent together are not waited
+        for one after the other, those of one host not at all once one of them was."""
         if not self.lanes.has_spare(lane):
             return self.deadline
         if self.lanes.is_suspect(lane):

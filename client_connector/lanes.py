@@ -76,8 +76,8 @@ class ShardLanes:
     """The lane that the steps for each shard take. For the thread that starts them.
 
     It is the one to the replica that this client prefers. When that breaks, or had no answer for `failover` seconds,
-    steps take a twin's lane, until the preferred one has answered or is connected again. The host of a silent shard is a
-    *suspect*, until it answers or for SUSPECT_SECONDS: its other shards are not waited for where they have twins elsewhere.
+    steps take a twin's lane, until the preferred one has answered or is connected again. The host of a silent shard is
+    a *suspect*, until it answers or for SUSPECT_SECONDS: its other shards are not waited for if twins are elsewhere.
     """
 
     def __init__(self, links: Collection[Link], layout: Layout, twins: TwinLinks | None = None) -> None:

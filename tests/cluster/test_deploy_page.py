@@ -1,16 +1,20 @@
-"""The first commands of deploy/README.md, as they stand, on hosts without anything in common: from nothing to tokens."""
+"""The first commands of deploy/README.md, as they stand, on hosts that share nothing: from nothing to tokens."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+
+import pytest
 
 from lora_server.demo import children, tiny
 from lora_server.demo.engine import Sequence, generate, load_model
 from tests.support.doc_commands import LORA, READY_SECONDS, blocks, furnish
 from tests.support.hosts import switch
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, until
 from tests.support.sources import ROOT
 
 PAGE, HERE = "deploy/README.md", "tests/cluster/test_deploy_page.py"
@@ -32,13 +36,20 @@ class EmptyHost:
         return [*self.prefix, "unshare", "--mount", "bash", "-c", script]
 
 
-def test_the_page_leads_from_empty_hosts_to_an_adapters_tokens(tmp_path):
+@pytest.fixture
+def short_path():
+    """A folder whose path leaves room for the names of Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="lora-") as folder:
+        yield Path(folder)
+
+
+def test_the_page_leads_from_empty_hosts_to_an_adapters_tokens(tmp_path, short_path):
     serve, engine = (block for block in blocks(PAGE) if block.why == HERE)
-    own = {"PYTHONPATH": str(ROOT), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    own = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     how = {"env": os.environ | own, "stdin": subprocess.DEVNULL}
     furnish(tmp_path)
     with switch() as wires:
-        hosts = [EmptyHost(wires.host(), f"10.0.0.{n}", tmp_path / f"host{n}") for n in (1, 2, 3)]
+        hosts = [EmptyHost(wires.host(), f"10.0.0.{n}", short_path / f"{n}") for n in (1, 2, 3)]
         first, second, third = hosts
         for host in (first, second):
             (host.folder / "Mixtral-8x7B").mkdir()
@@ -52,15 +63,17 @@ def test_the_page_leads_from_empty_hosts_to_an_adapters_tokens(tmp_path):
                 others = [other for other in hosts if other is not host]
                 with (host.folder / "log").open("wb") as log:
                     nodes.append(children.start(host.command(command, others), stdout=log, stderr=log, **how))
-            wait = [sys.executable, "-m", "tests.support.doc_commands", LORA, *(str(node.pid) for node in nodes)]
-            subprocess.run([*first.prefix, *wait], check=True, timeout=READY_SECONDS + HANG_SECONDS, **how)
+            ready = children.start([*first.prefix, sys.executable, "-m", "tests.support.doc_commands", LORA], **how)
+            until(lambda: any(one.poll() is not None for one in (ready, *nodes)), "node 0 is ready", READY_SECONDS)
+            logs = [(host.folder / "log").read_text() for host in (first, second)]
+            assert ready.poll() == 0 and [node.poll() for node in nodes] == [None, None], logs
             done = subprocess.run(
                 third.command(f"{sys.executable} engine.py", (first, second)),
                 capture_output=True, text=True, check=True, timeout=HANG_SECONDS, **how,
             )  # fmt: skip
         finally:
             codes = [children.stop(node, HANG_SECONDS) for node in reversed(nodes)]
-    assert codes == [0, 0] and "activations go over TCP" in done.stderr
+    assert codes == [0, 0] and "activations go over TCP" in done.stdout
     printed = json.loads(done.stdout.splitlines()[-1])
     prompt, tokens = printed[:-NEW_TOKENS], printed[-NEW_TOKENS:]
     base = load_model(tmp_path / "Mixtral-8x7B")

@@ -40,7 +40,7 @@ def wide(tmp_path_factory):
 
 
 def planned(load):
-    """Return the planner's bytes of a token in all layers, to the shards and back: of a decoded one, and of a prompt's."""
+    """Return the planner's bytes of a token in all layers, to the shards and back: decoded, and of a prompt."""
     step = StepModel(
         spec=load.spec, cluster=Machines(gpu=GPUS["h200"]), popularity=np.full(len(NAMES), 1 / len(NAMES)),
         lora_rank=LORA_RANK, instance_gpus=1, attention_share=1.0, transport=TRANSPORTS["tcp"], prompt_tokens=PROMPT,
