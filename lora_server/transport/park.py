@@ -25,7 +25,7 @@ from collections.abc import Callable
 from lora_server.errors import ConfigError
 
 SPIN_SECONDS, MAX_SPIN_SECONDS = 20e-6, 200e-6
-SLEEP_SECONDS = 0.1
+SLEEP_SECONDS, LOOK_SECONDS = 0.1, 0.02  # of a shard; of a client, which then looks whether its shard lives
 UNORDERED_SECONDS = 1e-3  # of a sleep without membarrier
 
 _SYS_FUTEX, _SYS_MEMBARRIER = 202, 324
@@ -69,7 +69,7 @@ class Parker:
         self._word = word.cast("I")
         self._anchor = ctypes.c_uint32.from_buffer(word)
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
-        self._sleep_seconds = SLEEP_SECONDS if register() else UNORDERED_SECONDS
+        self._sleep_seconds = LOOK_SECONDS if register() else UNORDERED_SECONDS
         self._spin_seconds = SPIN_SECONDS
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:

@@ -321,7 +321,7 @@ from lora_server.transport import park
 from lora_server.transport.shm import ShmLink
 from lora_server.wire.messages import Hello
 from tests.support.echo_client import Echo
-park.SLEEP_SECONDS, park.SPIN_SECONDS = 10, float(sys.argv[3])
+park.SLEEP_SECONDS, park.LOOK_SECONDS, park.SPIN_SECONDS = 10, 10, float(sys.argv[3])
 park.MAX_SPIN_SECONDS = park.MAX_SPIN_SECONDS if park.SPIN_SECONDS else 0
 clients = [Echo(ShmLink(sys.argv[1], Hello(client, 1, b"key"), 7, 60), seed=client) for client in range(1, 5)]
 slow = 0
