@@ -30,16 +30,19 @@ class StepAsk(msgspec.Struct):
 class StepJob(msgspec.Struct):
     """`settings` are vLLM's engine arguments, `paths` the adapters by name.
 
-    A cell is batches of requests that are sent at once, one batch after the other.
+    A cell is batches of requests that are sent at once, one batch after the other. Those of `first` are not timed.
+    Then all cells are run in turn, `rounds` times, so that a slow minute of the machine is in no cell's times alone.
     """
 
     settings: dict[str, Any]
     paths: dict[str, str]
+    first: list[list[StepAsk]]
     cells: list[list[list[StepAsk]]]
+    rounds: int
 
 
 class CellTimes(msgspec.Struct):
-    """Medians of a cell over its requests: until the first token, and of a step of the whole batch."""
+    """Medians of a cell over the requests of all rounds: until the first token, and of a step of the whole batch."""
 
     first_us: float
     step_us: float
@@ -60,15 +63,9 @@ class _Engine:
         self._engine, self._paths = engine, paths
         self._ids, self._numbers = {name: number for number, name in enumerate(paths, 1)}, itertools.count()
 
-    async def cell(self, batches: list[list[StepAsk]]) -> CellTimes:
-        """Run a cell and return its medians."""
-        first, step = list[float](), list[float]()
-        for batch in batches:
-            for times in await asyncio.gather(*map(self._request, batch)):
-                first.append(times[0])
-                if len(times) > _JOINING + 1:
-                    step.append((times[-1] - times[_JOINING]) / (len(times) - 1 - _JOINING))
-        return CellTimes(statistics.median(first), statistics.median(step) if step else 0.0)
+    async def run(self, batches: list[list[StepAsk]]) -> list[list[float]]:
+        """Run a cell; returns the times of each request's tokens."""
+        return [times for batch in batches for times in await asyncio.gather(*map(self._request, batch))]
 
     async def _request(self, ask: StepAsk) -> list[float]:
         """Send a request; returns the times of its tokens, in us."""
@@ -92,6 +89,12 @@ class _Engine:
         return times
 
 
+def medians(found: list[list[float]]) -> CellTimes:
+    """Return the medians of the requests of a cell, of which the tokens' times are given."""
+    steps = [(one[-1] - one[_JOINING]) / (len(one) - 1 - _JOINING) for one in found if len(one) > _JOINING + 1]
+    return CellTimes(statistics.median(one[0] for one in found), statistics.median(steps) if steps else 0.0)
+
+
 async def run(job: StepJob) -> EngineTimes:
     """Start the engine and measure every cell."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -101,8 +104,12 @@ async def run(job: StepJob) -> EngineTimes:
     try:
         measured = _Engine(engine, job.paths)
         limits = engine.vllm_config.scheduler_config
-        found = [await measured.cell(cell) for cell in job.cells]
-        return EngineTimes(found, limits.max_num_seqs, limits.max_num_batched_tokens)
+        await measured.run(job.first)
+        found: list[list[list[float]]] = [[] for _ in job.cells]
+        for _ in range(job.rounds):
+            for times, cell in zip(found, job.cells, strict=True):
+                times += await measured.run(cell)
+        return EngineTimes([medians(times) for times in found], limits.max_num_seqs, limits.max_num_batched_tokens)
     finally:
         engine.shutdown()
 

@@ -4,7 +4,7 @@ The result is what `provision simulate --engine-profile` reads (provisioning/mod
 serve, `base` (no adapters), `server` (vLLM without LoRA beside a LoRA server) and `coupled` (vLLM's own LoRA with so
 many slots), it has medians in us:
 
-    decode     a step of so many requests that decode, with adapters in turn
+    decode     a step of so many requests that decode, with so many adapters: a few, or as many as there can be
     prompt     the step of a lone prompt of so many tokens; its adapter is in a slot
     entry_us   what a request takes before its first step, and its token after that
     load_us    coupled: what a prompt's step takes longer where its adapter is in host memory, not in a slot;
@@ -38,8 +38,10 @@ from lora_server.demo.launch import ENGINE_SECONDS, running_server
 from lora_server.demo.profiled_vllm import CellTimes, EngineTimes, StepAsk, StepJob
 from lora_server.errors import ConfigError, LoraServerError
 
-DECODE, PROMPTS = (1, 2, 4, 8, 16, 32), (1, 16, 64, 128, 256)
-SHORT_PROMPT, NEW_TOKENS, REPEATS, LONE = 16, 20, 2, 6
+DECODE, FEW_ADAPTERS = (1, 2, 4, 8, 16, 32), (8, 32)
+PROMPTS = (1, 16, 32, 64, 96, 120, 128, 256)  # 128 tokens of rank 64 on a width of 1,024: torch allocates them anew
+SHORT_PROMPT, NEW_TOKENS, FEW, ROUNDS = 16, 20, 4, 2
+_Cell = tuple[str, int, int]  # term, size, adapters
 _LEAST_US = 1.0  # on a busy machine a lone prompt may seem to take less than nothing
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -115,8 +117,8 @@ class _Ways:
                 flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_args]
                 server = stack.enter_context(running_server(self._work / "server.log", flags))
                 environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
-            asked = cells(names if paths else [None], slots)
-            found = self._run(StepJob(settings, paths, list(asked.values())), environment)
+            first, asked = cells(names if paths else [None], slots)
+            found = self._run(StepJob(settings, paths, first, list(asked.values()), ROUNDS), environment)
         limits = {"max_num_seqs": found.max_num_seqs, "max_num_batched_tokens": found.max_num_batched_tokens}
         times = dict(zip(asked, found.cells, strict=True))
         return {"lora": kind, "slots": slots, "threads": threads, **limits, **terms(times)}
@@ -142,32 +144,37 @@ class _Ways:
         return msgspec.json.decode(out, type=EngineTimes)
 
 
-def cells(names: Sequence[str | None], slots: int) -> dict[tuple[str, int], list[list[StepAsk]]]:
-    """List the cells by (term, size). Loaded adapters are used in turn; coupled, those that the slots hold."""
+def cells(names: Sequence[str | None], slots: int) -> tuple[list[list[StepAsk]], dict[_Cell, list[list[StepAsk]]]]:
+    """List the requests that have each adapter loaded, and the cells. Coupled, cells use those that the slots hold."""
     held = names[:slots] if slots else names
-    found = {("warm", 0): [[StepAsk(3, name, 2)] for name in names]}
-    if slots and slots < len(names):
-        found["load", 0] = [[StepAsk(SHORT_PROMPT, name)] for name in names[: max(2 * slots, LONE)]]
-    found["held", 0] = [[StepAsk(3, name, 2)] for name in held]
+    hold = [[StepAsk(3, name, 2)] for name in held]
+    found: dict[_Cell, list[list[StepAsk]]] = {}
+    if cold := names[len(held) : 2 * len(held)][: 2 * FEW]:
+        found["load", 0, 1] = [[StepAsk(SHORT_PROMPT, name)] for name in cold]
+        found["held", 0, 1] = hold
     for batch in DECODE:
-        asks = [StepAsk(SHORT_PROMPT, held[place % len(held)], NEW_TOKENS) for place in range(batch)]
-        found["decode", batch] = [asks] * REPEATS
+        most = min(batch, len(held))
+        for number in sorted({min(FEW, most), most} if batch in FEW_ADAPTERS else {most}):
+            turns = held if number == most else held[:FEW]
+            asks = [StepAsk(SHORT_PROMPT, turns[place % len(turns)], NEW_TOKENS) for place in range(max(batch, FEW))]
+            found["decode", batch, number] = [asks[at : at + batch] for at in range(0, len(asks), batch)]
     for tokens in PROMPTS:
-        found["prompt", tokens] = [[StepAsk(tokens, held[place % len(held)])] for place in range(LONE)]
-    return found
+        found["prompt", tokens, 1] = [[StepAsk(tokens, held[place % len(held)])] for place in range(FEW)]
+    return [[StepAsk(3, name, 2)] for name in names] + hold, found
 
 
-def terms(times: Mapping[tuple[str, int], CellTimes]) -> dict[str, Any]:
+def terms(times: Mapping[_Cell, CellTimes]) -> dict[str, Any]:
     """Return a way's part of the profile, of the times of its cells."""
-    entry_us = max(times["prompt", 1].first_us - times["decode", 1].step_us, 0.0)
-    found: dict[str, Any] = {"entry_us": _rounded(entry_us)}
-    if ("load", 0) in times:
-        cold, held = times["load", 0].first_us, times["prompt", SHORT_PROMPT].first_us
+    entry_us = max(times["prompt", 1, 1].first_us - times["decode", 1, 1].step_us, 0.0)
+    found: dict[str, Any] = {"entry_us": _rounded(entry_us), "decode": [], "prompt": []}
+    if ("load", 0, 1) in times:
+        cold, held = times["load", 0, 1].first_us, times["prompt", SHORT_PROMPT, 1].first_us
         found["load_us"] = _rounded(max(cold - held, 0.0))
-    for term, at, value in (("decode", "batch", "step_us"), ("prompt", "tokens", "first_us")):
-        less = entry_us if term == "prompt" else 0.0
-        rows = [(size, getattr(one, value) - less) for (name, size), one in times.items() if name == term]
-        found[term] = [{at: size, "us": _rounded(max(us, _LEAST_US))} for size, us in rows]
+    for (term, size, adapters), one in times.items():
+        if term == "decode":
+            found[term].append({"batch": size, "adapters": adapters, "us": _rounded(max(one.step_us, _LEAST_US))})
+        elif term == "prompt":
+            found[term].append({"tokens": size, "us": _rounded(max(one.first_us - entry_us, _LEAST_US))})
     return found
 
 

@@ -70,6 +70,8 @@ def _compared(context: typer.Context, budget: int | None, sizes: str | None, say
     asked = scenario(plan_flags(given))
     if asked.request_rate is None or given["instances"] is not None:
         raise InputError("--request-rate: give it, or a trace, and no --instances: instances and batches are sought")
+    if asked.engine_profile is not None:
+        raise InputError("--engine-profile: `compare` asks the model alone; leave it out, or ask `provision`")
     each = _sizes(sizes, asked)
     within = None
     if budget is not None:

@@ -16,17 +16,16 @@ from provisioning.model import engine_steps
 from provisioning.plan.flags import SimulateFlags
 from provisioning.plan.judge import silent
 from provisioning.plan.scenario import workload
-from provisioning.simulation.measure import Estimate, adapters_within, parts
+from provisioning.simulation.measure import Estimate, adapters_within, parts, tpots_s
 from provisioning.simulation.run import SimulationResult, System, assign_greedily
 from provisioning.simulation.run import run as play
-from provisioning.simulation.steps import StepSystem, run_steps
+from provisioning.simulation.steps import MOST_ENGINES, StepSystem, run_steps
 from provisioning.workload.requests import Requests
 from provisioning.workload.workload import Workload
 
 MOST_REQUESTS = 2_000_000
 MOST_INSTANCES = 100_000
 MOST_MS = 1e9
-_MOST_ENGINES = 100  # that are simulated step by step
 Play = Callable[[Requests], SimulationResult]
 
 
@@ -55,15 +54,14 @@ def run(experiment: SimulateFlags, say: Callable[[str], None] = silent) -> dict[
 
 
 def _row(outcome: SimulationResult, kept: slice | Ints, slo_s: float) -> dict[str, float]:
-    ttft_s, tokens = outcome.ttft_s[kept], outcome.requests.output_tokens[kept]
-    tpot_s = (outcome.finish_s - outcome.first_token_s)[kept][tokens > 1] / (tokens[tokens > 1] - 1)
+    ttft_s, tpot_s = outcome.ttft_s[kept], tpots_s(outcome, kept)
     return {
         "immediate_rate": float(outcome.immediate[kept].mean()),
         "ttft_p50_s": float(np.percentile(ttft_s, 50)),
         "ttft_p95_s": float(np.percentile(ttft_s, 95)),
         "ttft_p99_s": float(np.percentile(ttft_s, 99)),
-        "tpot_p50_s": float(np.percentile(tpot_s, 50)) if tpot_s.size else 0.0,
-        "tpot_p95_s": float(np.percentile(tpot_s, 95)) if tpot_s.size else 0.0,
+        "tpot_p50_s": float(np.percentile(tpot_s, 50)),
+        "tpot_p95_s": float(np.percentile(tpot_s, 95)),
         "share_within_slo": float((ttft_s <= slo_s).mean()),
         "adapters_with_90_percent_within_slo": adapters_within(outcome, kept, slo_s),
     }
@@ -113,10 +111,10 @@ def _stepped(experiment: SimulateFlags) -> Play:
             raise InputError(f"{flag}: got {given!r} with --engine-profile, expected {known!r}, as vLLM schedules")
     shared, slots = experiment.mode == "disaggregated", count(experiment.cache_slots, "--cache-slots", 1)
     assert experiment.engine_profile is not None
-    steps = engine_steps.load(experiment.engine_profile, "server" if shared else "coupled", slots)
+    steps = engine_steps.read(experiment.engine_profile).steps("server" if shared else "coupled", slots)
     if experiment.max_batch is not None:
         steps = replace(steps, max_seqs=count(experiment.max_batch, "--max-batch", 1))
-    instances = count(experiment.instances, "--instances", 1, _MOST_ENGINES)
+    instances = count(experiment.instances, "--instances", 1, MOST_ENGINES)
     system = StepSystem(steps=steps, slots=slots, shared=shared, instances=instances, load_s=_load_s(experiment))
     tokens = count(experiment.prompt_tokens, "--prompt-tokens", 1, 10**7)
 

@@ -6,6 +6,7 @@ question    what is asked, and its load           engines      the LLM instances
 balance     a rate and the step it leads to       instances    how many of them a rate takes
 candidates  the layouts that the model accepts    choice       the fewest GPUs of these
 verify      what the simulation bears out         judge        what it says of one system
+stepped     systems simulated step by step
 coupled     the same GPUs, no LoRA Server         split        its memory, for adapters and KV cache
 verdict     which of the two                      sensitivity  what if the question changes a little
 band        how far a plan may be off            fronts       what each way to serve costs, over the rate

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from provisioning.iar.models import offered_curve
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.judge import first_run
-from provisioning.plan.verify import disaggregated
+from provisioning.plan.verify import system
+from provisioning.simulation.run import System
+from provisioning.simulation.steps import StepSystem
 
 SPREAD = 0.2
 
@@ -55,5 +57,10 @@ def _simulated(candidate: Candidate, factor: float) -> tuple[float, bool]:
     scenario, step_us = candidate.scenario, candidate.mean_step_us * factor
     longer = scenario.workload.with_mean_tokens(scenario.workload.lengths.mean_tokens * factor)
     same_calls = replace(scenario, workload=longer, request_rate=scenario.rate(candidate.mean_step_us))
-    system = replace(disaggregated(candidate), step_s=[candidate.decode_step_us * factor * 1e-6])
-    return first_run(same_calls, system, step_us)
+    return first_run(same_calls, _longer(system(candidate), factor), step_us)
+
+
+def _longer(known: System | StepSystem, factor: float) -> System | StepSystem:
+    if isinstance(known, StepSystem):
+        return replace(known, steps=known.steps.scaled(factor))
+    return replace(known, step_s=[step_s * factor for step_s in known.step_s])

@@ -17,7 +17,9 @@ from provisioning.plan.candidates import Candidate
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.plan.question import Scenario
 from provisioning.plan.split import Split, copies, splits
+from provisioning.plan.stepped import stepped
 from provisioning.simulation.run import System, assign_greedily
+from provisioning.simulation.steps import StepSystem
 
 _MOST_INSTANCES = 64
 _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
@@ -122,8 +124,11 @@ def _loaded(scenario: Scenario, instances: int) -> Scenario:
     return replace(scenario, global_batch=batch * instances, busiest_batch=None)
 
 
-def _system(scenario: Scenario, instances: int, split: Split, step_us: float) -> System:
+def _system(scenario: Scenario, instances: int, split: Split, step_us: float) -> System | StepSystem:
     """Build the simulator's system: a cache per instance, and loads of complete adapters."""
+    if scenario.engine_profile is not None:
+        each = {"slots": split.slots, "instances": instances, "most_requests": split.requests}
+        return stepped(scenario.engine_profile, "coupled", **each)
     model, batch = scenario.model, scenario.global_batch / instances
     decode_us = model.without_prompts().coupled_step_us(batch)
     prompt_us = (step_us - decode_us) * scenario.workload.lengths.mean_tokens / batch

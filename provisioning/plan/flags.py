@@ -90,6 +90,10 @@ class PlanFlags(WorkloadFlags):
     profile: Annotated[
         Path | None, "Measured times, written by `lora-server profile` (default: the package's, where one fits)."
     ] = None
+    engine_profile: Annotated[
+        Path | None,
+        "Measured steps, by `lora-server profile-vllm`: simulates engines that schedule as vLLM does (default: none).",
+    ] = None
     seed: Annotated[int, "Seed for adapters drawn for a trace."] = 0
 
 

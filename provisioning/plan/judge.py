@@ -8,6 +8,7 @@ requests within the TTFT SLO has a t interval over seeds, or of a trace the 5th 
 lower end is to be the SLO's share or more; so has the
 share that is admitted at once, which is judged where --iar asks for it. A run has ten TTFT SLOs or more, up to 300,000
 requests, and a wait of over a tenth of it is never in time: a backlog that grows is not taken for a steady wait.
+Of systems that are simulated step by step (`stepped`), the interval of the mean TPOT is to be within its SLO, too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import numpy as np
 from provisioning.arrays import Floats, Ints
 from provisioning.plan.classes import ttft_s as ttft_s_of
 from provisioning.plan.question import Scenario
-from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts
-from provisioning.simulation.run import SimulationResult, System, run
+from provisioning.plan.stepped import simulated
+from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts, tpots_s
+from provisioning.simulation.run import SimulationResult, System
+from provisioning.simulation.steps import StepSystem
 from provisioning.workload.requests import Requests
 
 _MOST_SEEDS = 10
@@ -30,8 +33,10 @@ _FAR_BELOW = 0.03
 _DAYS = 20  # of a trace, itself included: the 5th percentile then lies between the worst two
 _FEW_CALLS = 20
 _FEWEST_CALLS, _MOST_CALLS = 30_000, 300_000  # of a run, after its warm-up
+_FEWEST_STEPPED = 10_000  # step by step, which takes longer
 _SLOS = 10  # TTFT SLOs of a run
-_Row = tuple[float, float, float, float]  # immediate, TTFT in s at the percentile, within the TTFT SLO, adapters
+# immediate, TTFT in s at the percentile, within the TTFT SLO, adapters, mean TPOT in s (0: not judged)
+_Row = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,7 +45,7 @@ class Verdict:
 
     `target` is the share of requests to be within the TTFT SLO, `iar` the share to be admitted at once, if asked for.
     `worst_window` of a trace: its start in s, and the share of its requests within the TTFT SLO. `own` is that of the
-    very trace, and `seeds` are its days.
+    very trace, and `seeds` are its days. `tpot_s` is the mean of requests, step by step.
     """
 
     immediate: Estimate
@@ -55,6 +60,8 @@ class Verdict:
     ttft_s: Floats = field(repr=False)
     by_adapter: Floats = field(repr=False)  # requests, and those within the TTFT SLO
     own: float | None = None
+    tpot_s: Estimate | None = None
+    meets_tpot: bool = True
 
     def worst_served(self, most: int = 5) -> list[tuple[int, int, float]]:
         """List (adapter, requests, share in time) of adapters of 20 requests or more below the target, worst first."""
@@ -67,7 +74,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether what was asked for holds."""
-        return self.in_time and (self.iar is None or self.immediate.low >= self.iar)
+        return self.in_time and self.meets_tpot and (self.iar is None or self.immediate.low >= self.iar)
 
     @property
     def in_time(self) -> bool:
@@ -80,24 +87,25 @@ def silent(_: str) -> None:
 
 
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
-    """Draw one seed's requests: LB in flight on average (at the peak), with 30,000 or more after the warm-up."""
+    """Draw one seed's requests: LB in flight on average (at the peak), enough of them after the warm-up."""
     rate = scenario.rate(step_us)
-    enough = min(max(_FEWEST_CALLS, _SLOS * scenario.slo.ttft_us * 1e-6 * rate), _MOST_CALLS)
+    fewest = _FEWEST_CALLS if scenario.engine_profile is None else _FEWEST_STEPPED
+    enough = min(max(fewest, _SLOS * scenario.slo.ttft_us * 1e-6 * rate), _MOST_CALLS)
     num = int(enough + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
     tokens_per_s = rate * scenario.workload.lengths.mean_tokens
     return scenario.workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed)
 
 
-def first_run(scenario: Scenario, system: System, step_us: float) -> tuple[float, bool]:
+def first_run(scenario: Scenario, system: System | StepSystem, step_us: float) -> tuple[float, bool]:
     """Return (share of the first run's calls within the TTFT SLO, whether what was asked for holds)."""
-    outcome = run(played(scenario, step_us, seed=0), system)
-    row = _worst([_row(scenario, outcome, part) for part in parts(outcome)])
+    outcome = simulated(scenario, played(scenario, step_us, seed=0), system)
+    row = _worst([_row(scenario, outcome, part, system) for part in parts(outcome)])
     return row[2], _margin(scenario, row) >= 0
 
 
 def judge(
     scenario: Scenario,
-    system: System,
+    system: System | StepSystem,
     step_us: float,
     seeds: int,
     *,
@@ -118,18 +126,18 @@ def judge(
     fewest = max(seeds, _DAYS) if days else seeds
     while len(rows) < fewest or (not days and len(rows) < _MOST_SEEDS and _straddles(scenario, rows)):
         say(f"{'day' if days else 'run'} {len(rows) + 1}")
-        outcome = run(played(scenario, step_us, seed=len(rows)), system)
+        outcome = simulated(scenario, played(scenario, step_us, seed=len(rows)), system)
         kept = parts(outcome)
         num = outcome.ttft_s[kept[0]].size
         if not rows:
             worst_window = _worst_window(scenario, outcome)
         ttft_s.append(outcome.ttft_s[kept[0]])
         in_time_2N += in_time(outcome, kept[0], slo_s)
-        rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
+        rows.append(_worst([_row(scenario, outcome, part, system) for part in kept]))
         if give_up and _hopeless(scenario, rows, days=days):
             break
-    columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0), strict=True)
-    immediate, percentile_s, within_slo, adapters_slo = (
+    columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0, np.inf), strict=True)
+    immediate, percentile_s, within_slo, adapters_slo, tpot_s = (
         Estimate.of_days(column) if days else Estimate.of(column, top) for column, top in columns
     )
     return Verdict(
@@ -145,6 +153,8 @@ def judge(
         ttft_s=np.concatenate(ttft_s),
         by_adapter=in_time_2N,
         own=rows[0][2] if days else None,
+        tpot_s=tpot_s if isinstance(system, StepSystem) else None,
+        meets_tpot=tpot_s.high <= scenario.slo.tpot_us * 1e-6,
     )
 
 
@@ -155,13 +165,14 @@ def _hopeless(scenario: Scenario, rows: list[_Row], *, days: bool) -> bool:
     return len(rows) == 2 and max(margins) < -_FAR_BELOW
 
 
-def _row(scenario: Scenario, outcome: SimulationResult, part: slice | Ints) -> _Row:
+def _row(scenario: Scenario, outcome: SimulationResult, part: slice | Ints, system: System | StepSystem) -> _Row:
     slo_s, ttft_s = min(scenario.slo.ttft_us * 1e-6, outcome.requests.span_s / _SLOS), outcome.ttft_s[part]
     return (
         float(outcome.immediate[part].mean()),
         float(np.percentile(ttft_s, scenario.slo.percentile)),
         float((ttft_s <= slo_s).mean()),
         adapters_within(outcome, part, slo_s),
+        float(np.mean(tpots_s(outcome, part))) if isinstance(system, StepSystem) else 0.0,
     )
 
 
@@ -179,20 +190,22 @@ def _worst_window(scenario: Scenario, outcome: SimulationResult) -> tuple[float,
 
 
 def _worst(rows: list[_Row]) -> _Row:
-    immediate, percentile_s, within, adapters = zip(*rows, strict=True)
-    return min(immediate), max(percentile_s), min(within), min(adapters)
+    immediate, percentile_s, within, adapters, tpot_s = zip(*rows, strict=True)
+    return min(immediate), max(percentile_s), min(within), min(adapters), max(tpot_s)
 
 
 def _margin(scenario: Scenario, row: _Row) -> float:
     """Return by how much a run is above what is asked for; negative below."""
     at_once = row[0] - scenario.iar_target if scenario.iar_asked else np.inf
-    return min(row[2] - scenario.slo.share, at_once)
+    return min(row[2] - scenario.slo.share, 1 - row[4] / (scenario.slo.tpot_us * 1e-6), at_once)
 
 
 def _straddles(scenario: Scenario, rows: list[_Row]) -> bool:
     asked = [(2, scenario.slo.share), *([(0, scenario.iar_target)] if scenario.iar_asked else [])]
     estimates = [(Estimate.of([row[column] for row in rows], top=1.0), target) for column, target in asked]
-    return any(estimate.low < target <= estimate.high for estimate, target in estimates)
+    tpot = Estimate.of([row[4] for row in rows])
+    at_tpot = tpot.low <= scenario.slo.tpot_us * 1e-6 < tpot.high
+    return at_tpot or any(estimate.low < target <= estimate.high for estimate, target in estimates)
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
@@ -216,5 +229,6 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "holds_target": verdict.holds,
         "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
         "share_within_ttft_slo": estimate_json(verdict.within_ttft),
+        "tpot_s": None if verdict.tpot_s is None else estimate_json(verdict.tpot_s),
         "adapters_with_90_percent_within_slo": estimate_json(verdict.adapters_within_slo),
     }

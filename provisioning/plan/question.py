@@ -15,6 +15,7 @@ from typing import Literal
 
 from lora_server.placement import Layout
 from provisioning.model import memory
+from provisioning.model.engine_steps import EngineProfile
 from provisioning.model.latency import Budget, Eq6, StepModel, budget
 from provisioning.plan.balance import settled_batch
 from provisioning.plan.classes import SloClass
@@ -54,6 +55,7 @@ class Scenario:
     replicas: int = 1
     whole_nodes: bool = False
     classes: tuple[SloClass, ...] = ()
+    engine_profile: EngineProfile | None = None
 
     @property
     def batch(self) -> float:

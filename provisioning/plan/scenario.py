@@ -9,7 +9,9 @@ from typing import Any
 
 from lora_server.placement import MOST_REPLICAS
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
+from provisioning.model import engine_steps
 from provisioning.model import profile as profiles
+from provisioning.model.engine_steps import EngineProfile
 from provisioning.model.geometry import BASE_DTYPES, Wire
 from provisioning.model.hardware import Cluster, gpu_named
 from provisioning.model.latency import StepModel
@@ -149,6 +151,18 @@ def _replicas(flags: PlanFlags, transport: Transport) -> int:
     return replicas
 
 
+def _engine_profile(flags: PlanFlags, asked: Load) -> EngineProfile | None:
+    if flags.engine_profile is None:
+        return None
+    if flags.dispatch != "any":
+        raise InputError(f"--dispatch: got {flags.dispatch!r} with --engine-profile, expected 'any', as vLLM schedules")
+    if flags.coupled_split == "paper":
+        raise InputError("--coupled-split: got 'paper' with --engine-profile, expected 'tuned' or a share")
+    if asked.request_rate is None:
+        raise InputError("--batch-size: with --engine-profile the batch follows from the rate; give --request-rate")
+    return engine_steps.read(flags.engine_profile)
+
+
 def scenario(flags: PlanFlags) -> Scenario:
     """Make the planner's question from flags; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
@@ -177,6 +191,9 @@ def scenario(flags: PlanFlags) -> Scenario:
     prompts, prompts_by = _prompt_tokens(flags, found)
     prefill: Prefill = "shared" if one_of("--prefill", flags.prefill, "shared", "apart") == "shared" else "apart"
     asked = load(flags, found, objective)
+    engine_profile = _engine_profile(flags, asked)
+    if engine_profile is not None:
+        engine_profile.check(geometry.geometry, rank)
     most_gpus = count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS)
     target = objective.share if flags.iar is None else share(flags.iar, "--iar")
     return Scenario(
@@ -216,5 +233,6 @@ def scenario(flags: PlanFlags) -> Scenario:
         spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, most_gpus - 1),
         replicas=_replicas(flags, transport),
         whole_nodes=flags.whole_nodes,
+        engine_profile=engine_profile,
         classes=() if flags.classes is None else classes.read(flags.classes, found, objective),
     )

@@ -42,6 +42,8 @@ def _why(coupled: Coupled) -> str:
     verdict, target = coupled.verdict, coupled.scenario.iar_target
     if verdict is None:
         return f"admit {coupled.split.admitted:.1%} of requests at once, not {target:.12g}"
+    if not verdict.meets_tpot:
+        return "miss the TPOT SLO"
     if verdict.in_time:
         return f"admit {verdict.immediate.mean:.1%} of requests at once, which --iar forbids"
     return f"miss the TTFT SLO, with {verdict.within_ttft.mean:.1%} of requests in time"

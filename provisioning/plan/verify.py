@@ -17,7 +17,9 @@ from provisioning.plan.candidates import Candidate, all_but_cache
 from provisioning.plan.choice import LayoutChoice, binding
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.plan.question import Scenario
+from provisioning.plan.stepped import stepped
 from provisioning.simulation.run import System, assign_greedily
+from provisioning.simulation.steps import StepSystem
 
 _FINEST = 1e-4  # a share of misses that runs of 30,000 requests can tell from none; closer to 1 the model has its say
 _MOST_INSTANCES = 100_000  # that are simulated: more than there are requests in flight stand idle
@@ -34,6 +36,21 @@ def disaggregated(candidate: Candidate) -> System:
         prompt_s=candidate.prompt_us * 1e-6,
         cache_slots=min(candidate.slots, scenario.workload.num_adapters),
         max_batch=max(scenario.kv_requests, 1),
+        load_s=candidate.load_us * 1e-6,
+    )
+
+
+def system(candidate: Candidate) -> System | StepSystem:
+    """Make the simulated system of a layout, step by step where the question has an engine profile."""
+    scenario = candidate.scenario
+    if scenario.engine_profile is None:
+        return disaggregated(candidate)
+    return stepped(
+        scenario.engine_profile,
+        "server",
+        slots=min(candidate.slots, scenario.workload.num_adapters),
+        instances=scenario.instances,
+        most_requests=scenario.kv_requests,
         load_s=candidate.load_us * 1e-6,
     )
 
@@ -97,7 +114,7 @@ def _simulation(seeds: int, say: Callable[[str], None]) -> Bears:
     def bears(candidate: Candidate) -> Verdict:
         return judge(
             candidate.scenario,
-            disaggregated(candidate),
+            system(candidate),
             candidate.mean_step_us,
             seeds,
             give_up=True,
@@ -114,9 +131,9 @@ def _choice(scenario: Scenario, model: LayoutChoice, held: Trial | None, tried: 
         )  # more slots are of no use: all fit, or all are admitted and the TTFT is missed
         busiest = tried[-1].candidate.scenario.busiest
         full = busiest + 3 * busiest**0.5 > scenario.kv_requests  # as many as are there now and then
-        return LayoutChoice(
-            chosen=None, closest=tried[-1].candidate, binding="kv" if full else "ttft" if stuck else "cache"
-        )
+        slow = not tried[-1].verdict.meets_tpot
+        why = "kv" if full else "tpot" if slow else "ttft" if stuck else "cache"
+        return LayoutChoice(chosen=None, closest=tried[-1].candidate, binding=why)
     found = held.candidate
     if model.chosen is None or found.gpus < model.chosen.gpus:
         return LayoutChoice(chosen=found, closest=found, binding=binding(scenario, found))

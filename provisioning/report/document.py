@@ -11,7 +11,7 @@ from provisioning.plan.verify import Trial
 from provisioning.report import classes, prefill
 from provisioning.report.provenance import provenance
 from provisioning.report.render import headline, question
-from provisioning.report.result import NOTES, Result
+from provisioning.report.result import Result
 from provisioning.report.serve_file import unmet
 
 
@@ -55,7 +55,7 @@ def document(result: Result) -> dict[str, Any]:
         "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
         "warnings": result.warnings,
         "unmet_assumptions": list(unmet(result)),
-        "notes": list(NOTES),
+        "notes": list(result.notes),
     }
 
 

@@ -10,7 +10,7 @@ from provisioning.report import words
 from provisioning.report.charts import charts, png
 from provisioning.report.provenance import PlanInput, provenance
 from provisioning.report.render import headline, question, remarks, rows, summary
-from provisioning.report.result import NOTES, Result
+from provisioning.report.result import Result
 from provisioning.report.serve_file import unmet
 from provisioning.report.tables import changes, costs, sides
 
@@ -53,7 +53,7 @@ def html(result: Result) -> str:
                 for name, entry in provenance(result.scenario, result.candidate).items()
             ),
         ),
-        *(f'<p class="note">{escape(note)}</p>' for note in (*NOTES, *unmet(result))),
+        *(f'<p class="note">{escape(note)}</p>' for note in (*result.notes, *unmet(result))),
     ]
     return page(f"{headline(result)}: {question(result)}", body)
 

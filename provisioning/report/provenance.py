@@ -52,10 +52,20 @@ def _times(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
             kind="extrapolated",
             source="a request's: bytes, FLOPs and weights, no overhead",
         ),
+        **_steps(scenario),
         "visible_load_us": PlanInput(
             value=candidate.load_us, unit="us", kind="assumed", source="bytes over the host link, no prefetch signal"
         ),
     }
+
+
+def _steps(scenario: Scenario) -> dict[str, PlanInput]:
+    profile = scenario.engine_profile
+    if profile is None:
+        return {}
+    step_us = profile.steps("server").step_s(1, 0, 1) * 1e6
+    source = f"{profile.source}; of one request, as vLLM schedules"
+    return {"engine_step_us": PlanInput(value=step_us, unit="us", kind="measured", source=source)}
 
 
 def _machine(scenario: Scenario) -> dict[str, PlanInput]:

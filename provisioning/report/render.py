@@ -139,7 +139,9 @@ def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
     asked = "" if verdict.iar is None else f">= {verdict.iar:.12g}, by --iar"
     yield "immediate admission, simulated", words.rate(verdict.immediate), asked
     what = f"TTFT p{scenario.slo.percentile:g}, simulated"
-    yield what, words.times(verdict.ttft_s_at_percentile), "without prefill"
+    yield what, words.times(verdict.ttft_s_at_percentile), "without prefill" if verdict.tpot_s is None else ""
+    if verdict.tpot_s is not None:
+        yield "TPOT, simulated", words.times(verdict.tpot_s), f"<= {words.time(scenario.slo.tpot_us)}, by the mean"
     yield "adapters within SLO", f"{verdict.adapters_within_slo.mean:.1%}", ">= 90 % of their requests in time"
 
 

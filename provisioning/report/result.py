@@ -26,8 +26,9 @@ HOURS_PER_MONTH = 730
 MOST_SIMULATED = 100_000
 FEW_REQUESTS = 1000
 
-NOTES = (
-    "TTFT is queueing plus the first decode step, as in the paper; a request's own prefill is not in it.",
+_TTFT = "TTFT is queueing plus the first decode step, as in the paper; a request's own prefill is not in it."
+_STEPPED = "TTFT includes the prompt, and TPOT is simulated: engines schedule as vLLM does, by --engine-profile."
+_NOTES = (
     "GPUs are the LoRA Server's (ep * pp); those of the LLM instances come on top.",
     "One adapter cache serves all instances; a cold adapter is loaded layer by layer, no prefetch signal assumed.",
     POINTER,
@@ -95,6 +96,11 @@ class Result:
     def worth(self) -> str:
         """State the verdict in a sentence, with the reason."""
         return verdict.worth(self.candidate, self.coupled, plan=self.feasible)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """List what holds for every figure."""
+        return (_TTFT if self.asked.engine_profile is None else _STEPPED, *_NOTES)
 
     @property
     def warnings(self) -> list[str]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from provisioning.report import render, tables
 from provisioning.report.provenance import provenance
-from provisioning.report.result import NOTES, Result
+from provisioning.report.result import Result
 from provisioning.report.serve_file import unmet
 
 _UNBOUNDED = 10_000  # columns: in a pipe a line is as long as what it says
@@ -57,7 +57,7 @@ def print_plan(result: Result, on: Console) -> None:
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("measured", "extrapolated", "assumed"))
     on.print()
     on.print(f"Provenance: {counted}; each in --json.")
-    for note in (*NOTES, *unmet(result)):
+    for note in (*result.notes, *unmet(result)):
         on.print(note)
 
 

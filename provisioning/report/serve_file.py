@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from provisioning.plan.classes import served_as
 from provisioning.report import words
 from provisioning.report.render import headline, question, remarks, rows
-from provisioning.report.result import NOTES, Result
+from provisioning.report.result import Result
 from provisioning.report.tables import sides
 
 COMMAND = "command: "
@@ -27,7 +27,7 @@ def plan_yaml(result: Result) -> str:
         *remarks(result),
         *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
         *(f"{what}: {ours}; coupled: {theirs}" for what, ours, theirs in sides(result)),
-        *NOTES,
+        *result.notes,
         *unmet(result),
         "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset.",
     ]

@@ -56,6 +56,14 @@ def parts(outcome: SimulationResult) -> list[slice | Ints]:
     return [kept, kept.start + np.flatnonzero(at_peak[kept])]
 
 
+def tpots_s(outcome: SimulationResult, kept: slice | Ints) -> Floats:
+    """Return the mean time between tokens of each request that has several; one 0 if none has."""
+    tokens = outcome.requests.output_tokens[kept]
+    several = tokens > 1
+    found: Floats = (outcome.finish_s - outcome.first_token_s)[kept][several] / (tokens[several] - 1)
+    return found if found.size else np.zeros(1)
+
+
 def in_time(outcome: SimulationResult, kept: slice | Ints, ttft_slo_s: float | Floats) -> Floats:
     """Count per adapter, as two rows: requests, and those that met the TTFT SLO, which may differ by adapter."""
     adapter = outcome.requests.adapter[kept]

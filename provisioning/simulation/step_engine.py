@@ -31,7 +31,7 @@ class StepEngine:
     def __init__(self, steps: EngineSteps, calls: StepCalls, released: Callable[[float], None] | None = None) -> None:
         self._steps, self._calls, self._released = steps, calls, released
         self._entering = list[tuple[float, int, AdapterState]]()
-        self._waiting = list[tuple[int, AdapterState, bool]]()  # the last: whether a step has passed it over
+        self._waiting = list[tuple[int, AdapterState, int]]()  # the last: the step that it came before
         self._decoding = list[tuple[int, int]]()  # (number of the step with its last token, request)
         self._prompts = list[int]()
         self.batch = dict[int, AdapterState]()
@@ -58,12 +58,13 @@ class StepEngine:
         now_s = self.begins_s
         while self._entering and self._entering[0][0] <= now_s:
             _, request, state = heappop(self._entering)
-            self._waiting.append((request, state, False))
+            self._waiting.append((request, state, self._number))
         decoding = len(self._decoding)
         budget = self._steps.max_tokens - decoding  # never below 0: each began to decode with a token that was left
         computed = self._go_on(budget)
         joined, cold = self._join(budget - computed, now_s)
-        duration_s = self._steps.step_s(decoding, computed + joined) + cold * self._steps.load_s
+        adapters = len({state.adapter for state in self.batch.values()})
+        duration_s = self._steps.step_s(decoding, computed + joined, adapters) + cold * self._steps.load_s
         self._number, self._clock_s = self._number + 1, now_s + duration_s
         self._end()
 
@@ -81,19 +82,22 @@ class StepEngine:
 
     def _join(self, budget: int, now_s: float) -> tuple[int, int]:
         """Let requests join that wait; returns (tokens of their prompts, adapters that are loaded for them)."""
-        before, cold, left = budget, 0, list[tuple[int, AdapterState, bool]]()
-        moments = self._calls.moments
-        for request, state, passed in self._waiting:
-            resident = self._place(state) if budget and len(self.batch) < self._steps.max_seqs else None
+        before, cold, left = budget, 0, list[tuple[int, AdapterState, int]]()
+        moments, waiting = self._calls.moments, iter(self._waiting)
+        for request, state, came in waiting:
+            is_open = budget and len(self.batch) < self._steps.max_seqs
+            resident = self._place(state) if is_open else None
             if resident is None:
-                left.append((request, state, True))
-                continue
+                left.append((request, state, came))
+                if is_open:
+                    continue
+                break
             cold += not resident
             budget -= self._chunk(request, budget)
             self.batch[request] = state
             self._prompts.append(request)
-            moments.admit[request], moments.immediate[request] = now_s, not passed
-        self._waiting = left
+            moments.admit[request], moments.immediate[request] = now_s, came == self._number
+        self._waiting = [*left, *waiting]
         return before - budget, cold
 
     def _place(self, state: AdapterState) -> bool | None:

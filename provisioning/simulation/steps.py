@@ -10,14 +10,15 @@ Rules (those of vLLM's scheduler, v1/core/sched/scheduler.py; requests are never
    takes the slot of the one used least recently.
 4. With a LoRA server an adapter is loaded beside the steps, into slots that all engines share, and its requests join
    when it is there: they hold up no others.
-5. A step takes what was measured for its decoding requests and prompt tokens (`EngineSteps`). The first token comes at
-   the end of the step that completes the prompt. A request waits `entry_s` before it can join.
+5. A step takes what was measured for its decoding requests, their adapters and prompt tokens (`EngineSteps`). The first
+   token comes at the end of the step that completes the prompt. A request waits `entry_s` before it can join.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,16 +31,22 @@ from provisioning.simulation.state import AdapterState, SlotCache
 from provisioning.simulation.step_engine import StepCalls, StepEngine
 from provisioning.workload.requests import Requests
 
+MOST_ENGINES = 100  # beyond, a run takes long
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSystem:
-    """Engines, each with `slots` of its own or all with those of a LoRA server (`shared`), which loads in `load_s`."""
+    """Engines, each with `slots` of its own or all with those of a LoRA server (`shared`), which loads in `load_s`.
+
+    `read` are adapters that were read in this order before the first request: the last ones are in the slots.
+    """
 
     steps: EngineSteps
     slots: int
     shared: bool
     instances: int = 1
     load_s: float = 0.0
+    read: Sequence[int] = ()
 
 
 def run_steps(requests: Requests, system: StepSystem) -> SimulationResult:
@@ -53,6 +60,10 @@ def run_steps(requests: Requests, system: StepSystem) -> SimulationResult:
     released = server.grant if server else None
     engines = [StepEngine(steps, calls, released) for _ in range(system.instances)]
     router = LoraRouter(engines, [SlotCache(system.slots) for _ in engines], steps.max_seqs)
+    for number, adapter in enumerate(system.read):
+        state = server.states[adapter] if server else router.choose(adapter, number % len(engines))
+        state.hold()
+        state.release()
     for request, (now_s, adapter) in enumerate(
         zip(requests.arrival_s.tolist(), requests.adapter.tolist(), strict=True)
     ):
@@ -79,7 +90,7 @@ class _ServerSlots:
 
     def __init__(self, system: StepSystem, num: int) -> None:
         self._cache, self._system = SlotCache(system.slots), system
-        self._states = [AdapterState(self._cache, None, adapter) for adapter in range(num)]
+        self.states = [AdapterState(self._cache, None, adapter) for adapter in range(num)]
         self._loaded_s = [0.0] * num
         self._waiting = dict[int, deque[tuple[int, StepEngine, float]]]()  # by adapter, the longest wait first
 
@@ -97,7 +108,7 @@ class _ServerSlots:
                 self._enter(request, adapter, engine, max(enters_s, now_s), now_s)
 
     def _enter(self, request: int, adapter: int, engine: StepEngine, enters_s: float, now_s: float) -> bool:
-        state = self._states[adapter]
+        state = self.states[adapter]
         resident = state.hold()
         if resident is None:
             return False

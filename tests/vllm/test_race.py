@@ -47,6 +47,6 @@ def test_a_profile_of_vllm_has_the_steps_of_each_way_to_serve(tmp_path):
     done = subprocess.run(children.own(command), env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr
     for kind, slots in (("base", 0), ("server", 0), ("coupled", 2)):
-        steps = engine_steps.load(tmp_path / "engine.json", kind, slots)
+        steps = engine_steps.read(tmp_path / "engine.json").steps(kind, slots)
         assert [size for size, _ in steps.decode] == [1, 2, 4, 8, 16, 32] and steps.max_seqs == 32 <= steps.max_tokens
-        assert len(steps.prompt) == 5 and steps.step_s(1, 0) > 0
+        assert len(steps.prompt) == 8 and steps.step_s(1, 0, 1) > 0

@@ -12,6 +12,7 @@ from lora_server.cli import app
 from lora_server.demo import vllm_profile
 from lora_server.demo.profiled_vllm import CellTimes
 from lora_server.errors import ConfigError
+from provisioning.model import engine_steps
 from provisioning.simulation.run import SimulationResult
 from provisioning.workload.requests import Requests
 
@@ -22,13 +23,13 @@ NAMES = [f"attention-{number:03}" for number in range(16)]
 
 
 def engine(kind, slots):
-    """An engine with 20 ms of a step, 1 ms a request, 2 ms a prompt token, 5 ms of entry, 900 of a load."""
-    cells = vllm_profile.cells([None] if kind == "base" else NAMES, slots)
+    """Time 19 ms of a step, 1 ms a request or adapter, 2 ms a prompt token, 5 ms of entry, 900 of a load."""
+    _, cells = vllm_profile.cells([None] if kind == "base" else NAMES, slots)
     times = {}
-    for (term, size), batches in cells.items():
+    for (term, size, adapters), batches in cells.items():
         prompt = batches[0][0].prompt
-        first = 18e3 + 2e3 * prompt + 5e3 + 900e3 * (term == "load")
-        times[term, size] = CellTimes(first, 19e3 + 1e3 * len(batches[0]))
+        first = 19e3 + 2e3 * prompt + 5e3 + 900e3 * (term == "load")
+        times[term, size, adapters] = CellTimes(first, 19e3 + 1e3 * (len(batches[0]) + adapters))
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
     return {"lora": kind, "slots": slots, "threads": 2, **limits, **vllm_profile.terms(times)}
 
@@ -36,20 +37,29 @@ def engine(kind, slots):
 def test_entry_and_load_are_told_from_the_steps():
     found = engine("coupled", 4)
     assert found["entry_us"] == 5e3 and found["load_us"] == 900e3
-    assert found["decode"][0] == {"batch": 1, "us": 20e3} and found["decode"][-1] == {"batch": 32, "us": 51e3}
-    assert found["prompt"][0] == {"tokens": 1, "us": 20e3} and found["prompt"][2] == {"tokens": 64, "us": 146e3}
+    assert found["decode"][0] == {"batch": 1, "adapters": 1, "us": 21e3}
+    assert found["decode"][-1] == {"batch": 32, "adapters": 4, "us": 55e3}
+    assert found["prompt"][0] == {"tokens": 1, "us": 21e3} and found["prompt"][3] == {"tokens": 64, "us": 147e3}
     assert "load_us" not in engine("server", 0)
 
 
 def test_adapters_are_cold_where_a_load_is_measured_and_in_a_slot_where_a_step_is():
-    cells = vllm_profile.cells(NAMES, 4)
-    before = [ask.adapter for batch in cells["warm", 0] for ask in batch][-4:]
-    cold = [ask.adapter for batch in cells["load", 0] for ask in batch]
-    assert len(set(cold)) == len(cold) and not {*cold} & {*before}
-    timed = {
-        ask.adapter for (term, _), cell in cells.items() if term in ("decode", "prompt") for one in cell for ask in one
-    }
-    assert timed == set(NAMES[:4]) == {ask.adapter for batch in cells["held", 0] for ask in batch}
+    first, cells = vllm_profile.cells(NAMES, 4)
+    asked = [[ask.adapter for batch in cell for ask in batch] for cell in (first, *cells.values())]
+    assert list(cells)[:2] == [("load", 0, 1), ("held", 0, 1)] and set(NAMES) == {*asked[0]}
+    cold, held = asked[1], {*asked[2]}
+    assert len(set(cold)) == len(cold) and held == set(NAMES[:4]) == {*asked[0][-4:]} and not {*cold} & held
+    assert all({*names} == held for names in asked[3:]), "and the next round begins with these, too"
+
+
+def test_a_batch_is_decoded_with_few_adapters_and_with_as_many_as_there_are():
+    _, cells = vllm_profile.cells(NAMES, 0)
+    numbers = [(size, adapters) for term, size, adapters in cells if term == "decode"]
+    assert numbers == [(1, 1), (2, 2), (4, 4), (8, 4), (8, 8), (16, 16), (32, 4), (32, 16)]
+    for (term, size, adapters), batches in cells.items():
+        if term == "decode":
+            assert all(len(batch) == size and len({ask.adapter for ask in batch}) == adapters for batch in batches)
+            assert {NAMES[at] for at in range(4)} <= {ask.adapter for batch in batches for ask in batch}, "of all ranks"
 
 
 def test_rows_of_a_race_are_predicted_from_their_own_calls(tmp_path):
@@ -60,17 +70,20 @@ def test_rows_of_a_race_are_predicted_from_their_own_calls(tmp_path):
     row |= {"ttft_p50_s": 0.1, "ttft_p95_s": 0.2, "tpot_p50_s": 0.02}
     systems = ["base", "ours", "vLLM's LoRA, 4 places, 2 threads", "vLLM's LoRA, 4 places, 1 thread", "PEFT"]
     race = {"rows": [row | {"system": system} for system in systems] + [row | {"system": "ours", "sites": "all"}]}
-    found = list(reality.lines(race, profile, tmp_path))
-    assert [line.split(" | ")[2] for line, _, _ in found] == systems[:3]
-    assert all(measured == 1.0 for _, measured, _ in found) and [said for *_, said in found][:2] == [1.0, 1.0]
-    assert found[2][2] < 1.0, "loads and four places hold its requests up"
+    steps = engine_steps.read(profile)
+    found = list(reality.cells(race, steps, tmp_path))
+    assert [cell.line.split(" | ")[2] for cell in found] == systems[:3]
+    assert [(cell.measured, cell.predicted, cell.near) for cell in found][:2] == [(1.0, 1.0, True)] * 2
+    held_up = found[2]  # by loads, and four places
+    assert held_up.predicted < 1.0 and not held_up.near and not held_up.spanned and "18.8% [25, 22]" in held_up.line
+    assert reality.Cell("", measured=0.9, predicted=0.7, low=0.6, high=0.86).spanned
     drawn = reality.calls_of(row, [2.0, 3.0], tmp_path)
     assert drawn == (load.poisson(load.names("attention", 16), 2.0, 16.0, 10), 16.0)
     drawn = reality.calls_of(row | {"seed": 12}, [2.0], tmp_path)
     assert drawn == (load.poisson(load.names("attention", 16), 2.0, 16.0, 12), 16.0)
     (tmp_path / load.TRACES["azure code"]).write_text(TRACE)
     with pytest.raises(ValueError, match="azure code: drew 2 calls, the race had 32"):
-        list(reality.lines({"rows": [row | {"load": "azure code", "system": "ours"}]}, profile, tmp_path))
+        list(reality.cells({"rows": [row | {"load": "azure code", "system": "ours"}]}, steps, tmp_path))
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_measurement(tmp_path):

@@ -51,24 +51,27 @@ def played(requests, *, slots=9, shared=True, load_s=0.0, **how):
 
 
 def test_prompts_are_computed_in_the_steps_of_those_that_decode():
-    first, finish = played(calls((0, 0, 1, 4), (0.5, 1, 11, 2)))
+    first, finish = played(calls((0, 0, 1, 4), (0.5, 1, 10, 2)))
     assert first == [1, 3] and finish == [5, 4]  # the second step takes 2 s for both
 
 
 def test_a_prompt_beyond_the_budget_is_computed_in_chunks_beside_decoding():
     first, _ = played(calls((0, 0, 1, 9), (0.5, 1, 21, 1)), max_tokens=11)
-    assert first[1] == pytest.approx(1 + 1.9 + 1.9 + 1.0)  # 10, 10 and 1 tokens, each beside a decoding request
+    assert first[1] == pytest.approx(1 + 2.0 + 2.0 + 1.1)  # 10, 10 and 1 tokens, each beside a decoding request
 
 
 def test_coupled_requests_of_adapters_without_a_slot_are_overtaken():
     rows = calls((0, 0, 1, 3), (0.1, 1, 1, 2), (0.2, 0, 1, 1))
     first, finish = played(rows, slots=1, shared=False, load_s=0.0)
-    assert first == [6, 14, 7] and finish[0] == 8  # 5 s of load; the third shares the slot, the second loads at 8
+    assert first == pytest.approx([6, 14.1, 7.1])  # 5 s of load; the third shares the slot, the second loads after both
+    assert finish[0] == pytest.approx(8.1)
 
 
 def test_a_server_loads_beside_the_steps():
     first, finish = played(calls((0, 0, 1, 9), (0.5, 1, 1, 1)), load_s=3.0)
-    assert finish[0] == 12 and first == [4, 5]  # its load ends at 3.5, and it joins the step at 4
+    assert finish[0] == pytest.approx(12.1) and first == pytest.approx(
+        [4, 5.1]
+    )  # its load ends at 3.5, and it joins the step at 4
     first, _ = played(calls((0, 0, 1, 2), (0.5, 1, 1, 1)), slots=1, load_s=3.0)
     assert first == [4, 5 + 3 + 1]  # it waits for the slot, then for its load
 
@@ -84,7 +87,7 @@ def both(*, shared, load_s=0.0, prompt=1, rate=0.2):
         rate=rate, num_requests=3000, seed=7
     )
     requests = replace(requests, input_tokens=np.full(3000, prompt))
-    own_s = STEPS.step_s(0, prompt) - 1
+    own_s = STEPS.step_s(1, prompt, 1) - 1
     steps = StepSystem(steps=replace(STEPS, load_s=load_s, max_tokens=5000), slots=8, shared=shared, load_s=load_s)
     system = System(step_s=[1.0], cache_slots=8, shared=shared, max_batch=32, load_s=load_s, prompt_s=own_s)
     return run_steps(requests, steps).ttft_s - own_s, run(requests, system).ttft_s
@@ -108,15 +111,15 @@ def test_a_load_within_a_step_costs_coupled_engines_what_plans_do_not_charge_the
 def test_the_nearest_number_of_slots_is_read(tmp_path):
     file = tmp_path / "engine.json"
     file.write_text(json.dumps(PROFILE))
-    found = engine_steps.load(file, "coupled", 6)
+    found = engine_steps.read(file).steps("coupled", 6)
     assert found.load_s == pytest.approx(0.03) and found.max_seqs == 4
-    assert found.step_s(1, 0) == pytest.approx(0.02) and found.step_s(2, 33) == pytest.approx(0.055)
-    assert found.step_s(0, 129) == pytest.approx(0.16)
-    all_held = engine_steps.load(file, "coupled", 99)
+    assert found.step_s(1, 0, 1) == pytest.approx(0.02) and found.step_s(1, 32, 1) == pytest.approx(0.055)
+    assert found.step_s(0, 129, 1) == pytest.approx(0.16)
+    all_held = engine_steps.read(file).steps("coupled", 99)
     assert all_held.load_s == found.load_s, "with a slot for each adapter none is measured"
     assert (found.max_tokens, all_held.max_tokens) == (512, 3)
     with pytest.raises(InputError, match=r"--engine-profile: .*no engine with lora 'base'"):
-        engine_steps.load(file, "base", 0)
+        engine_steps.read(file).steps("base", 0)
     for broken in (
         {"engines": 3},
         {"engines": [{"lora": "coupled"}]},
@@ -125,7 +128,39 @@ def test_the_nearest_number_of_slots_is_read(tmp_path):
     ):
         file.write_text(json.dumps(broken))
         with pytest.raises(InputError, match=r"--engine-profile: .*engine\.json.*expected"):
-            engine_steps.load(file, "coupled", 0)
+            engine_steps.read(file).steps("coupled", 0)
+
+
+def test_fewer_adapters_and_prompts_beside_a_batch_take_what_was_measured(tmp_path):
+    decode = [(1, 1, 20), (8, 4, 40), (8, 8, 48), (32, 4, 60), (32, 32, 144)]
+    rows = [{"batch": batch, "adapters": adapters, "us": ms * 1e3} for batch, adapters, ms in decode]
+    prompt = [{"tokens": tokens, "us": ms * 1e3} for tokens, ms in ((1, 20), (8, 21), (16, 22), (32, 54))]
+    file, engine = tmp_path / "engine.json", PROFILE["engines"][0] | {"decode": rows, "prompt": prompt}
+    file.write_text(json.dumps({"engines": [engine]}))
+    found = engine_steps.read(file).steps("server", 0)
+    assert found.step_s(8, 0, 8) == pytest.approx(0.048) and found.step_s(8, 0, 5) == pytest.approx(0.042)
+    assert found.step_s(32, 0, 12) == pytest.approx(0.084) and found.step_s(1, 0, 1) == pytest.approx(0.02)
+    assert found.step_s(8, 8, 8) == pytest.approx(0.049), "8 rows more cost less than the steep rest of the curve"
+    assert found.step_s(8, 24, 8) == pytest.approx(0.081)
+    file.write_text(json.dumps({"engines": [engine | {"decode": [*rows, rows[0]]}]}))
+    with pytest.raises(InputError, match=r"--engine-profile: .*expected one row or more, each of another size"):
+        engine_steps.read(file).steps("server", 0)
+
+
+def test_a_step_is_charged_for_the_adapters_of_its_batch():
+    how = {"decode": ((1.0, 1.0), (32.0, 32.0)), "adapter": ((2.0, 0.5),), "most_adapters": 32}
+    for second, step_s in ((0, 1.5), (1, 2.0)):
+        first, finish = played(calls((0, 0, 1, 3), (0, second, 1, 3)), **how)
+        assert finish[0] - first[0] == pytest.approx(2 * step_s)
+
+
+def test_adapters_that_were_read_before_are_in_the_slots():
+    rows = calls((0, 0, 1, 1), (10, 1, 1, 1))
+    for shared, visible in ((False, STEPS.load_s), (True, 3.0)):
+        system = StepSystem(steps=STEPS, slots=1, shared=shared, load_s=3.0)
+        cold = run_steps(rows, system).ttft_s
+        warm = run_steps(rows, replace(system, read=(1, 0))).ttft_s
+        assert (cold - warm).tolist() == pytest.approx([visible, 0.0])
 
 
 def test_simulate_takes_measured_steps(tmp_path):
