@@ -1,21 +1,28 @@
-"""One LoRA step on a CPU: torch GEMMs, one shrink and one expand per (segment, pair), no rank padding."""
+"""One LoRA step on a CPU: one shrink and one expand per (segment, pair), no rank padding.
+
+Products of few rows and a small matrix are NumPy's, row by row: its views and calls cost less than torch's, and nothing
+is repacked. All others are torch's GEMMs, which may use several threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kernels_cuda.ops import Step, placed
+from kernels_cuda.ops import Pair, Step, placed
 
-FEW_ROWS = range(4, 7)  # of a segment: see bench/results/kernels_cpu-2026-11.md
+FEW_ROWS, SMALL_ELEMENTS = 4, 1 << 19  # at most: see bench/results/kernels_cpu-2026-11.md
 PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a millisecond or a few
+Floats = npt.NDArray[np.float32]
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
     """Compute a step as `ops` defines it. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
-    Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the expand.
+    Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the shrink.
     Without an out_map and in float32 the results go straight into `out_UO`, otherwise through one
     float32 buffer of N rows, and sums that are not float32 through another. Sums over the entries of an output row are
     in entry order.
@@ -27,13 +34,13 @@ def lora_step(step: Step, out_UO: torch.Tensor) -> None:
 def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
     """Compute `lora_step` in parts, so that the caller can do other work between them; done when the iterator ends."""
     v_NR = torch.empty(step.num_entries, max((s.block.a_RK.shape[0] for s in step.segments), default=0))
-    yield from _shrink(step, v_NR)
+    yield from _shrink(step, v_NR.numpy())
     if step.weights_N is not None:
         v_NR.mul_(step.weights_N[:, None])
     exact = out_UO.dtype == torch.float32
     direct = step.out_map_N is None and exact
     delta_NO = out_UO if direct else torch.empty(step.num_entries, step.out_width, dtype=torch.float32)
-    yield from _expand(step, v_NR, delta_NO)
+    yield from _expand(step, v_NR.numpy(), delta_NO.numpy())
     if direct:
         return
     if step.out_map_N is None:
@@ -59,15 +66,16 @@ def _copy(out_UO: torch.Tensor, from_UO: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _shrink(step: Step, v_NR: torch.Tensor) -> Iterator[None]:
-    """Compute v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
+def _shrink(step: Step, v_NR: Floats) -> Iterator[None]:
+    """Compute v = scale * x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
-    rows_NK = rows_NK.float()
+    x_NK = rows_NK.float().numpy()
     for block, first, num_entries in step.segments:
         if block.pairs:
-            x_nK = rows_NK[first : first + num_entries]
-            a_RK = _window(block.a_RK, step.in_begin, x_nK.shape[1])
-            torch.mm(x_nK, a_RK.t(), out=v_NR[first : first + num_entries, : a_RK.shape[0]])
+            a_RK = _window(block.a_RK, step.in_begin, x_NK.shape[1])
+            v_nR = v_NR[first : first + num_entries, : a_RK.shape[0]]
+            _times(x_NK[first : first + num_entries], a_RK, v_nR)
+            _scale(v_nR, block.pairs)
             yield
 
 
@@ -76,8 +84,19 @@ def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
     return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
-def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[None]:
-    """Compute delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
+def _scale(v_nR: Floats, pairs: Sequence[Pair]) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):  # as in a GEMM
+        if len({pair.scale for pair in pairs}) == 1:
+            v_nR *= pairs[0].scale
+            return
+        column = 0
+        for pair in pairs:
+            v_nR[:, column : column + pair.a_RK.shape[0]] *= pair.scale
+            column += pair.a_RK.shape[0]
+
+
+def _expand(step: Step, v_NR: Floats, delta_NO: Floats) -> Iterator[None]:
+    """Compute delta = v B for every entry, windows side by side; zero where no pair reaches."""
     for block, first, num_entries in step.segments:
         last, column, covered = first + num_entries, 0, 0
         parts = [placed(pair, step.windows) for pair in block.pairs]
@@ -85,13 +104,13 @@ def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[
             for b_oR, _ in part:
                 covered += b_oR.shape[0]
         if covered < delta_NO.shape[1]:
-            delta_NO[first:last].zero_()
+            delta_NO[first:last] = 0.0
         for pair, part in zip(block.pairs, parts, strict=True):
             v_nR = v_NR[first:last, column : column + pair.a_RK.shape[0]]
             for b_oR, begin in part:
                 for b_pR, low in _some_of(b_oR, num_entries):
                     y_np = delta_NO[first:last, begin + low : begin + low + b_pR.shape[0]]
-                    _times(v_nR, b_pR.float(), pair.scale, y_np)
+                    _times(v_nR, b_pR.float(), y_np)
                     yield
             column += pair.a_RK.shape[0]
 
@@ -104,12 +123,11 @@ def _some_of(b_oR: torch.Tensor, num_entries: int) -> Iterable[tuple[torch.Tenso
     return ((b_oR[low : low + num], low) for low in range(0, b_oR.shape[0], num))
 
 
-def _times(v_nR: torch.Tensor, b_oR: torch.Tensor, scale: float, y_no: torch.Tensor) -> None:
-    """Compute y = scale * v B. A GEMM of 4 rows or more repacks B; for FEW_ROWS, GEMMs of two rows each cost less."""
-    num = v_nR.shape[0]
-    if num not in FEW_ROWS:
-        torch.addmm(y_no, v_nR, b_oR.t(), beta=0, alpha=scale, out=y_no)
+def _times(x_nK: Floats, w_OK: torch.Tensor, y_nO: Floats) -> None:
+    """Compute y = x W."""
+    if len(x_nK) > FEW_ROWS or w_OK.numel() > SMALL_ELEMENTS or not w_OK.is_contiguous():
+        torch.mm(torch.from_numpy(x_nK), w_OK.t(), out=torch.from_numpy(y_nO))
         return
-    for i in range(0, num, 2):
-        out = y_no[i : i + 2]
-        torch.addmm(out, v_nR[i : i + 2], b_oR.t(), beta=0, alpha=scale, out=out)
+    matrix_OK = w_OK.numpy()
+    for x_K, y_O in zip(x_nK, y_nO, strict=True):
+        np.dot(matrix_OK, x_K, out=y_O)
