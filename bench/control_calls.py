@@ -27,7 +27,7 @@ from lora_server.control.reports import listing
 from lora_server.control.reports.metrics import ControllerCollector
 from lora_server.control.reports.overview import overview
 from lora_server.control.reports.status import status
-from lora_server.control.sync.spread import MOST_TOLD
+from lora_server.control.sync.spread import MOST_IN_ADVANCE
 from lora_server.placement import Layout
 from lora_server.spec import PRESETS, Site
 from lora_server.wire import lora_server_pb2 as pb
@@ -99,7 +99,7 @@ def measure(num_shards: int, adapters: int, engines: int, rounds: int) -> dict[s
     for number, record in enumerate(records(adapters)):
         with controller.adapters.changes.lock:
             controller.adapters.changes.offer(controller.adapters.changes.numbered(record), eager=False)
-        if number * num_shards <= MOST_TOLD or number % 1000 == 0:
+        if number * num_shards <= MOST_IN_ADVANCE or number % 1000 == 0:
             settle()
         if number % 5000 == 0:
             gc.freeze()  # as the server does when it registers a directory
@@ -109,7 +109,7 @@ def measure(num_shards: int, adapters: int, engines: int, rounds: int) -> dict[s
     found: dict[str, Any] = {"register ms": 1e3 * (time.thread_time() - began) / adapters}
     leases = [controller.clients.leases.grant(f"engine-{number}") for number in range(engines)]
     names = [record.name for record in controller.adapters.catalog.records()]
-    told = len(controller.adapters.sync.spread.told)
+    told = len(controller.adapters.sync.spread.on_all)
     dice, admission = random.Random(1), controller.adapters.admission
 
     def hold(name: str) -> None:

@@ -27,7 +27,7 @@ import psutil
 
 from bench import harness
 from bench.many_adapters import make
-from lora_server.control.sync.spread import MOST_TOLD
+from lora_server.control.sync.spread import MOST_IN_ADVANCE
 from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, launch
 from lora_server.wire import lora_server_pb2 as pb
@@ -135,7 +135,7 @@ def wait_for_all(server: RunningServer, size: Size, started: list[subprocess.Pop
 
     Raises RuntimeError when a process of the fake shards has ended.
     """
-    told = min(size.adapters, MOST_TOLD // size.shards)
+    told = min(size.adapters, MOST_IN_ADVANCE // size.shards)
 
     def is_ready() -> bool:
         if any(one.poll() is not None for one in started):

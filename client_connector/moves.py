@@ -43,7 +43,7 @@ class MoveSlot:
 
     def take(self) -> Move | None:
         """Begin a step: return the move to make before it, if there is one. `end` ends the step."""
-        self._is_stepping = True  # before the look: `generation` looks at both in the other order
+        self._is_stepping = True  # set before `_move` is read: `generation` reads both in the other order
         if self._move is None:
             return None
         with self._lock:

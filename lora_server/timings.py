@@ -18,7 +18,7 @@ class Timings:
     loading: float = 600.0  # an admitted request waits so long for its adapter to load
     prefetch_gap: float = 0.01  # between two prefetches of one client
     expected_step: float = 30.0  # a prefetch is dropped so long after the step it was sent for is due
-    drain_look: float = 0.05  # between two looks for a restarted shard's successor
+    shard_poll: float = 0.05  # between two polls for shards that are restarted, or started for a resize
     token_look: float = 0.5  # between two looks for changed tokens and tenants
     audit: float = 2.0  # a change waits so long for its audit entry to be written; then a later flush writes it
     resize_warm: float = 10.0  # a resize waits so long for new shards to load what nothing uses

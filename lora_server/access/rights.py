@@ -71,6 +71,7 @@ RIGHTS: dict[str, Right] = {
     "Events/Replay": _ALL,
     "Shards/Register": _PUBLIC,  # the secret of its node proves it: control/rpc/registration.py
     "Shards/LeaseRank": _PUBLIC,  # the same
+    "Shards/FollowLayouts": _PUBLIC,  # the same
     "Shards/Files": _PUBLIC,  # by what it registered as: control/rpc/files.py
     "Shards/Read": _PUBLIC,
     "Health/Check": _PUBLIC,  # yes or no

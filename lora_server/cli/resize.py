@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
-LOOK_SECONDS = 0.3  # between two looks at how far it is
+POLL_SECONDS = 0.3  # between two calls for the progress
 WHAT = {"starting": "shards up", "loading": "adapters in use loaded", "moving": "clients moved"}
 
 
@@ -31,8 +31,8 @@ def resize(
 ) -> None:
     """Serve in another layout, without a pause.
 
-    New shards start beside the old ones and load the adapters in use; then engines move to them, and the old ones
-    stop. Refused, and nothing changes, where adapters do not fit.
+    New shards start while the old ones serve, and load the adapters in use; then engines move to them, and the old
+    ones stop. Refused, and nothing changes, where adapters do not fit or a node cannot start its shards.
     """
 
     reply = _resize(server, layout, seconds)
@@ -52,8 +52,8 @@ def _resize(server: str, layout: str, seconds: float) -> pb.ResizeReply:
     with terminal.progress(transient=True) as progress:
         task = progress.add_task("asking", total=None)
 
-        def look() -> None:
-            while not ended.wait(LOOK_SECONDS):
+        def show() -> None:
+            while not ended.wait(POLL_SECONDS):
                 try:
                     now = ask(server, "Server", "Status", pb.StatusRequest()).resize
                 except LoraServerError:
@@ -61,7 +61,7 @@ def _resize(server: str, layout: str, seconds: float) -> pb.ResizeReply:
                 if now.state:
                     progress.update(task, description=WHAT[now.state], completed=now.done, total=now.total)
 
-        watching = threading.Thread(target=look, daemon=True)
+        watching = threading.Thread(target=show, daemon=True)
         watching.start()
         try:
             request = pb.ResizeRequest(layout=layout, seconds=seconds)

@@ -258,9 +258,10 @@ class ServeConfig(BaseSettings):
         if not AUTO_RANK <= self.node_rank < self.nodes:
             raise ValueError(f"--node-rank: got {self.node_rank}, expected one from 0 on, below --nodes {self.nodes}")
         check_replicas(self.replicas, self.nodes, self.gpu_transport, self.coordination, self.device_pool)
-        if self.nodes > (num_shards := self.replicated.num_shards):
+        if self.nodes > (num_shards := self.replicated.num_shards) and self.why_fixed:
             raise ValueError(
-                f"--nodes: got {self.nodes}, expected at most {num_shards}: {self.layout} has fewer shards"
+                f"--nodes: got {self.nodes}, expected at most {num_shards}: {self.layout} has fewer shards, and "
+                f"{self.why_fixed}"
             )
         if self.node_rank and not self.controller:
             raise ValueError("--controller: got none with --node-rank auto or above 0, expected node 0's --listen")
@@ -317,6 +318,17 @@ class ServeConfig(BaseSettings):
     def replicated(self) -> Layout:
         """The layout, with its replicas."""
         return replace(Layout.parse(self.layout), replicas=self.replicas)
+
+    @property
+    def why_fixed(self) -> str:
+        """Why the server cannot be resized; empty if it can."""
+        settings = {
+            f"--replicas {self.replicas}": self.replicas > 1,
+            f"--gpu-transport {self.gpu_transport}": self.gpu_transport != "cuda_ipc",
+            f"--data-port-base {self.data_port_base}": self.data_port_base is not None,
+        }
+        given = next((setting for setting, is_given in settings.items() if is_given), "")
+        return f"a server with {given} cannot be resized while it serves" if given else ""
 
     @property
     def has_standby(self) -> bool:

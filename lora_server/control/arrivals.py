@@ -6,7 +6,7 @@ that kept another run's state drops it. A rank has one claimant at a time. Claim
 returns with a lower claim than the newest was replaced meanwhile and is rejected.
 
 Where shards have twins, a controller that starts waits a while for all of them (`twin_wait`). Then it is settled
-with one of each. A shard of the placement that the server is resized to registers beside those that serve.
+with one of each. While the server is resized, the shards of its other placement register with a table of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Arrivals:
     ) -> None:
         """`listed`: the ledger's versions, None without a ledger."""
         self.agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.beside: Agreement | None = None  # in a resize: of the placement that does not serve yet, or not any more
+        self.other: Agreement | None = None  # in a resize: of the placement that does not serve yet, or not any more
         self._start, self._restarted, self._listed = start, restarted, listed
         self._clock, self._twins_until = clock, clock.now() + twin_wait
         self.run = ""
@@ -92,11 +92,11 @@ class Arrivals:
     def _staged(self, handle: ShardHandle) -> ShardSync | None:
         """Return what keeps the other placement of a resize, where a shard is of that: the one that does not serve yet,
         or the one that clients still leave. Raises LeaseError for a shard of a placement that is over."""
-        beside, generation, own = self._adapters.sync.beside, handle.generation, self._shards.generation
+        other, generation, own = self._adapters.sync.other, handle.generation, self._shards.generation
         if generation in (0, own):
             return None
-        if self.beside is not None and beside is not None and generation == self.beside.generation:
-            return beside
+        if self.other is not None and other is not None and generation == self.other.generation:
+            return other
         raise LeaseError(
             f"shard {handle.shard}: got a claim of placement generation {generation}, expected {own}; "
             f"pid {handle.registration.pid} of node {handle.node} ends"
@@ -105,16 +105,16 @@ class Arrivals:
     def _stage(self, handle: ShardHandle, staged: ShardSync) -> ShardHandle:
         """Register a shard of the other placement of a resize: it loads what is in use first."""
         with self._lock:
-            if self.beside is None or self._staged(handle) is not staged:
+            if self.other is None or self._staged(handle) is not staged:
                 raise LeaseError(f"shard {handle.shard}: the server is not resized any more; it ends")
-            self._check(handle.registration, self.beside)
+            self._check(handle.registration, self.other)
             staged.shards.arrive(handle)
             handle.commands.send(self._claim(handle, self.run, staged.shards))
             staged.introduce(handle, (), first=self._adapters.admission.active())
             if handle.generation < self._shards.generation:  # it came back to the clients that have not left it
                 self._clients.introduce_all(handle)
             self._adapters.admission.introduce(handle)
-        if self.beside is not None and self.beside.coordination == "leader":
+        if self.other is not None and self.other.coordination == "leader":
             self._introduce_leader(handle, staged.shards)
         log.info(
             "shard up", shard=handle.shard, node=handle.node, pid=handle.registration.pid, generation=handle.generation
@@ -212,7 +212,7 @@ class Arrivals:
         """Remove a shard that lost its stream."""
         with self._lock:
             is_serving = handle.generation == self._shards.generation
-            departed = (self._shards if is_serving else self._shards.beside or self._shards).depart(handle)
+            departed = (self._shards if is_serving else self._shards.other or self._shards).depart(handle)
         if not is_serving:
             log.info("shard left", shard=handle.shard, pid=handle.registration.pid, generation=handle.generation)
         elif departed:

@@ -11,6 +11,7 @@ from lora_server.control.drain import Drain
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
+from lora_server.control.members.nodes import NodeTable
 from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import WorldMembership
 from lora_server.control.resize import NO_RESIZE, Resize, ResizedParts, ResizeSupport
@@ -43,11 +44,14 @@ class Controller:
         classes: SloClasses = NO_CLASSES,
         events: EventLog | None = None,
         resize: ResizeSupport = NO_RESIZE,
+        nodes: NodeTable | None = None,
     ) -> None:
         """`restarted`: an earlier controller of this node may have registered the start-up directory. `fetcher` fetches
         remote adapters; `allowed` restricts the sources of adapters that are added; `ledger` keeps these adapters
         for good, `copies` their files."""
         self.start = start = StartState()
+        self.nodes = NodeTable(agreement) if nodes is None else nodes
+        self.nodes.run({agreement.generation: str(agreement.layout)})
         self.timings = timings
         self._require_all = require_all_adapters
         self.shards = ShardTable(
@@ -74,12 +78,12 @@ class Controller:
         self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock)
         self.requests = AdapterRequests(self.clients, self.adapters.admission, timings.await_call, max_waiters)
         drains = ledger.drains if ledger is not None else None
-        self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.drain_look, clock)
+        self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.shard_poll, clock)
         listed = ledger.listed() if ledger is not None else None
         members = agreement, self.shards, self.adapters, self.clients, start
         self.arrivals = Arrivals(*members, restarted, listed, timings.twin_wait, clock)
         self.arrivals.on_run = self.drain.settle
-        parts = ResizedParts(self.shards, self.adapters, self.clients, self.arrivals, start)
+        parts = ResizedParts(self.nodes, self.shards, self.adapters, self.clients, self.arrivals, start)
         self.resize = Resize(parts, resize, timings, clock)
 
     @property

@@ -36,7 +36,7 @@ class Drain:
         clients: Clients,
         admission: AdmissionService,
         drains: Drains | None = None,
-        look_seconds: float = Timings.drain_look,
+        look_seconds: float = Timings.shard_poll,
         clock: Clock = SYSTEM,
     ) -> None:
         """`drains` stores that the server drains. `look_seconds` separates two checks for a shard's successor."""

@@ -1,17 +1,17 @@
 """Resize: a server goes on in another layout, while it serves.
 
-The node starts the shards of a second placement beside the first's. They register with a table of their own, and load
-the adapters that are in use, then the others. Then the two placements swap places in one step, and heartbeats tell the
-clients, which connect to the new shards under the lease that they have and change over between two steps. From the
-second placement's start to the first one's end both are sent every change of adapters and holds, so that a client is
-served by either. The registry has the new layout from the swap on. An error before it changes nothing.
+Each node starts its share of the shards of a second placement, while those of the first serve. The new ones register
+with a table of their own, and load the adapters that are in use, then the others. Then the two placements swap places
+in one step, and heartbeats tell the clients, which connect to the new shards under the lease that they have and change
+over between two steps. The *other* placement is the one that does not serve: the new one until the swap, then the old
+one. While there is one, its shards are sent every change of adapters and holds, so that either serves any client. The
+registry has the new layout from the swap on. An error before it changes nothing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,9 @@ from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import Clients
 from lora_server.control.events.log import EventLog
 from lora_server.control.members.agreement import Agreement, require_work
+from lora_server.control.members.nodes import NodeTable
 from lora_server.control.members.shards import ShardTable
+from lora_server.control.new_shards import NewShards
 from lora_server.control.start import StartState
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.errors import ConfigError, LoraServerError, ServerBusyError, ServerUnavailableError
@@ -38,12 +40,10 @@ log = structlog.get_logger()
 
 
 class ResizeSupport(NamedTuple):
-    """The part of a resize that the node does. `run_layouts` has it run the shards of these layouts, by the generation
-    of their placement, and no others. `refusal` says why the server cannot be resized; empty: it can."""
+    """Where the layout is stored, and why the server cannot be resized; empty: it can."""
 
-    run_layouts: Callable[[Mapping[int, str]], None] = lambda layouts: None
     layouts: Layouts | None = None
-    refusal: str = "this server's controller starts no shards"
+    refusal: str = "this server's nodes follow no controller"
 
 
 NO_RESIZE = ResizeSupport()
@@ -52,6 +52,7 @@ NO_RESIZE = ResizeSupport()
 class ResizedParts(NamedTuple):
     """The parts of a controller that a resize touches."""
 
+    nodes: NodeTable
     shards: ShardTable
     adapters: ServerAdapters
     clients: Clients
@@ -121,7 +122,7 @@ class Resize:
     def _next(self, layout: str) -> Agreement:
         """Return the agreement of the next placement. Raises ConfigError, ServerUnavailableError."""
         if self._support.refusal:
-            raise ConfigError(f"--layout: got {layout}, and {self._support.refusal}")
+            raise ConfigError(f"--layout: got {layout}, and {self._support.refusal}: start it with that --layout")
         now = self._parts.arrivals.agreement
         self._generation += 1
         following = replace(now, layout=Layout.parse(layout), generation=self._generation)
@@ -137,19 +138,19 @@ class Resize:
 
     def _change(self, agreement: Agreement, deadline: float, seconds: float) -> None:
         """Start the shards of a placement, have them loaded, and serve from them. After an error they are stopped."""
-        now = self._parts.arrivals.agreement
-        staged = self._stage(agreement)
+        parts, now = self._parts, self._parts.arrivals.agreement
+        new = NewShards(self._stage(agreement), agreement, parts.adapters, parts.nodes)
         try:
-            self._support.run_layouts({one.generation: str(one.layout) for one in (now, agreement)})
-            self._load(staged, agreement, deadline, seconds)
+            parts.nodes.run({one.generation: str(one.layout) for one in (now, agreement)})
+            self._load(new, deadline, seconds)
             self._put(agreement)
             try:
-                self._serve_from(staged, agreement)
+                self._serve_from(new)
             except LoraServerError:
                 self._put(now)
                 raise
         except BaseException:
-            self._end_beside()
+            self._end_other()
             raise
 
     def _stage(self, agreement: Agreement) -> ShardSync:
@@ -159,77 +160,61 @@ class Resize:
         table = ShardTable(agreement.layout, agreement.coordination, silence, clock, generation)
         about = parts.adapters.catalog, parts.start, agreement.placement, EventLog(clock)  # events tell what serves
         staged = ShardSync(table, *about, sync.lock)
-        staged.sends, staged.beside = sync.sends, sync
+        staged.sends, staged.other = sync.sends, sync
         with sync.lock:
-            staged.spread.tell(sync.spread.told)
-            sync.beside, parts.shards.beside = staged, table
-        parts.arrivals.beside = agreement
+            staged.spread.add(sync.spread.on_all)
+            sync.other, parts.shards.other = staged, table
+        parts.arrivals.other = agreement
         return staged
 
-    def _end_beside(self) -> None:
+    def _end_other(self) -> None:
         """End the placement that does not serve."""
         parts = self._parts
         sync, serving = parts.adapters.sync, parts.arrivals.agreement
-        parts.arrivals.beside = None
+        parts.arrivals.other = None
         with sync.lock:
-            parts.shards.beside = sync.beside = None
-        self._support.run_layouts({serving.generation: str(serving.layout)})
+            parts.shards.other = sync.other = None
+        parts.nodes.run({serving.generation: str(serving.layout)})
 
-    def _load(self, staged: ShardSync, agreement: Agreement, deadline: float, seconds: float) -> None:
-        """Wait until the new shards have what is in use, and for a while for what fits beside it.
+    def _load(self, new: NewShards, deadline: float, seconds: float) -> None:
+        """Wait until the new shards have what is in use, and for a while for what else fits them.
 
         Raises ConfigError where it does not fit, ServerUnavailableError if they are lost, or late.
         """
-        table, warm_until = staged.shards, min(deadline, self._clock.now() + self._timings.resize_warm)
+        layout, warm_until = new.agreement.layout, min(deadline, self._clock.now() + self._timings.resize_warm)
         pause = threading.Event()
         while True:
             if self._parts.shards.closed:
                 raise ServerUnavailableError("the server is stopping")
-            if lost := table.lost():
-                raise ServerUnavailableError(f"shards {sorted(lost)} of {table.layout} were lost: see the node's log")
-            up = agreement.layout.num_shards - len(table.missing())
-            self._note("starting", agreement, up, agreement.layout.num_shards)
-            if up == agreement.layout.num_shards and self._is_loaded(staged, agreement):
-                with staged.lock:
-                    if staged.prewarm.is_settled or self._clock.now() > warm_until:
-                        return
+            new.require_sound()
+            missing = new.missing()
+            self._note("starting", new.agreement, layout.num_shards - len(missing), layout.num_shards)
+            if not missing:
+                all_fit, (loaded, wanted) = new.require_fit(), new.loaded()
+                self._note("loading", new.agreement, loaded, wanted)
+                if all_fit and loaded == wanted and (new.is_settled or self._clock.now() > warm_until):
+                    return
             if self._clock.now() > deadline:
-                done = f"{self._progress.done} of {self._progress.total}"
+                done = f"{self._progress.state}: {self._progress.done} of {self._progress.total}"
+                where = f"; not up are {self._parts.nodes.where(layout, missing)}" if missing else ""
                 raise ServerUnavailableError(
-                    f"{agreement.layout} was not ready within {seconds:g} s ({self._progress.state}: {done}); the "
-                    "server serves on as it did: see the node's log, or give it longer with --seconds"
+                    f"{layout} was not ready within {seconds:g} s ({done}{where}); the server serves on as it did: see "
+                    "the node's log, or give it longer with --seconds"
                 )
-            self._clock.wait(pause, self._timings.drain_look)
-
-    def _is_loaded(self, staged: ShardSync, agreement: Agreement) -> bool:
-        """Return whether the new shards have what is in use and loaded now. Raises ConfigError where it does not
-        fit, or where another adapter does not."""
-        adapters = self._parts.adapters
-        active = adapters.admission.active()
-        wanted = {one for one in active if adapters.sync.state(one) == "ready"}
-        loaded = {one for one in wanted if staged.state(one) == "ready"}
-        self._note("loading", agreement, len(loaded), len(wanted))
-        told = list(staged.spread.told)  # shards measure no others
-        served = [one for one in told if not adapters.sync.residency.error(one)]
-        if staged.sizes.unmeasured(served) is not None:
-            return False
-        for handles in (active, *({one} for one in served)):
-            adapters.admission.require_fit(staged.sizes, handles, str(agreement.layout))
-        return loaded >= wanted
+            self._clock.wait(pause, self._timings.shard_poll)
 
     def _put(self, agreement: Agreement) -> None:
         if self._support.layouts is not None:
             self._support.layouts.put(PlacedLayout(str(agreement.layout), agreement.generation))
 
-    def _serve_from(self, staged: ShardSync, agreement: Agreement) -> None:
+    def _serve_from(self, new: NewShards) -> None:
         """Let the placements swap places. Raises ConfigError where what is in use by now does not fit, and
         ServerUnavailableError if a new shard was lost meanwhile."""
-        parts = self._parts
+        parts, agreement = self._parts, new.agreement
         with parts.arrivals.alone():
-            if missing := staged.shards.missing():
-                raise ServerUnavailableError(f"shards {missing} of {agreement.layout} were lost: see the node's log")
-            parts.adapters.admission.swap(staged, str(agreement.layout))
-            parts.arrivals.agreement, parts.arrivals.beside = agreement, parts.arrivals.agreement
+            new.require_up()
+            parts.adapters.admission.swap(new.sync, str(agreement.layout))
+            parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)
                 parts.adapters.admission.introduce(handle)
@@ -246,11 +231,11 @@ class Resize:
             self._note("moving", agreement, total - len(behind), total)
             if not behind or self._clock.now() > deadline or self._parts.shards.closed:
                 break
-            self._clock.wait(pause, self._timings.drain_look)
+            self._clock.wait(pause, self._timings.shard_poll)
         for lease in behind:
             log.warning("client did not move in time: its lease ends", client=lease.client, instance=lease.instance)
             self._parts.clients.end(lease.client, lease.epoch)
-        self._end_beside()
+        self._end_other()
         return total - len(behind), len(behind)
 
     def _note(self, state: str, agreement: Agreement, done: int, total: int) -> None:

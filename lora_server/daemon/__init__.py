@@ -2,10 +2,11 @@
 
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
   placements      the sets of shards that it runs
+    node_stream     from its controller, which names them
   checks          what it checks first, and `doctor`
   startup         says that it starts, and serves           forks      forked from one that has imported all
   rank            leased from the controller              on_ray     nodes as actors of a Ray cluster
-                                                            ray_node   one of them
+  node_calls      to the controller, each side proven       ray_node   one of them
                                                             forked     a forked child
 controller_main   the controller's process (rank 0)         http       its port
   standby         one of two, until it leads

@@ -87,7 +87,7 @@ def later_checks(config: ServeConfig) -> Checks:
         from lora_server.daemon import backends
 
         local = share(config.replicated.num_shards, config.nodes, max(0, config.node_rank))  # no node has more than 0
-        return backends.check(config, len(local))
+        return backends.check(config, max(1, len(local)))
 
     return {"open ports": exposed, "data directory": data, "registry": registry, "device and pools": memory}
 

@@ -33,6 +33,7 @@ from lora_server.control.events.sockets import EventSocket, IpcEvents, TcpEvents
 from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
+from lora_server.control.members.nodes import NodeTable
 from lora_server.control.reports.metrics import ControllerCollector
 from lora_server.control.resize import ResizeSupport
 from lora_server.control.rpc.events import EventsService
@@ -42,12 +43,12 @@ from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.guard import cannot_listen
 from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
-from lora_server.daemon.placements import why_fixed
-from lora_server.daemon.processes import RunLayouts, Up, say
+from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
 from lora_server.merge.checkpoint import base_weights
+from lora_server.placement import Layout
 from lora_server.registry.database import Database, database_of
-from lora_server.registry.layouts import Layouts, PlacedLayout
+from lora_server.registry.layouts import Layouts
 from lora_server.registry.versions import Ledger
 from lora_server.slo import NO_CLASSES
 from lora_server.sources.copies import Copies
@@ -70,13 +71,9 @@ class ControllerProcess:
         self._found = self._find_adapters()
         self.database = database_of(config) if database is None else database
         self._stack.callback(self.database.close)
-        resize = self._resize_support()
-        if not resize.refusal:
-            config = config.model_copy(update=self._placed(resize.layouts)._asdict())
-        spec = ModelSpec.from_json(config.spec_json)
-        agreement = replace(Agreement.of(config, spec), base_weights=base_weights(config.base_model))
-        agreement = replace(agreement, generation=config.generation)
-        resize.run_layouts({config.generation: config.layout})
+        spec, layouts = ModelSpec.from_json(config.spec_json), self._layouts()
+        given = replace(Agreement.of(config, spec), base_weights=base_weights(config.base_model))
+        agreement = given if config.why_fixed else self._placed(given, layouts)
         events = EventLog()
         self.controller = controller = Controller(
             agreement,
@@ -91,7 +88,8 @@ class ControllerProcess:
             config.timings,
             classes=config.classes or NO_CLASSES,
             events=events,
-            resize=resize,
+            resize=ResizeSupport(layouts, config.why_fixed),
+            nodes=NodeTable(given, config.nodes),
         )
         controller.start.leader_epoch = leader_epoch
         self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
@@ -121,7 +119,6 @@ class ControllerProcess:
                 held=True,
                 resolver=resolver,
                 events=self._publish(events),
-                nodes=config.nodes,
             )
         except RuntimeError as error:
             raise cannot_listen("--listen", config.listen, OSError("gRPC could not bind it")) from error
@@ -129,18 +126,21 @@ class ControllerProcess:
         collector.refusals = control.refused
         self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
+        self._stack.callback(controller.nodes.close)
 
-    def _resize_support(self) -> ResizeSupport:
-        config, address = self.config, Address(self.config.advertise, self.config.listen.port)
-        layouts = Layouts(self.database, str(address), config.layout)
-        return ResizeSupport(lambda generations: say(RunLayouts(dict(generations))), layouts, why_fixed(config))
+    def _layouts(self) -> Layouts:
+        config = self.config
+        server = str(Address(config.advertise, config.listen.port))
+        if config.has_standby and config.controller is not None:
+            server = ",".join(sorted(map(str, config.controller.addresses)))  # the same, whichever of the two leads
+        return Layouts(self.database, server, config.layout)
 
-    def _placed(self, layouts: Layouts | None) -> PlacedLayout:
-        """Return the layout to serve: that of the flags, or the one that the server was resized to."""
-        placed = PlacedLayout(self.config.layout) if layouts is None else layouts.current()
+    def _placed(self, given: Agreement, layouts: Layouts) -> Agreement:
+        """Return what to serve: the layout of the flags, or the one that the server was resized to."""
+        placed = layouts.current()
         if placed.layout != self.config.layout:
             log.info("serving the layout that the server was resized to", given=self.config.layout, **placed._asdict())
-        return placed
+        return replace(given, layout=Layout.parse(placed.layout), generation=placed.generation)
 
     def _publish(self, events: EventLog) -> EventsService:
         """Publish events until the process stops, unless `--events off`. Raises ConfigError."""

@@ -13,7 +13,7 @@ from lora_server.config import ServeConfig
 from lora_server.control.http.server import Answer, HttpGate, HttpServer
 from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.daemon.guard import cannot_listen
-from lora_server.placement import Layout
+from lora_server.daemon.placements import NodeShards
 from lora_server.spec import ModelSpec
 
 
@@ -43,22 +43,19 @@ class NodeCollector(Collector):
     def __init__(
         self,
         spec: ModelSpec,
-        layout: Layout,
         node: int,
-        restarts: Callable[[], dict[int, int]],
+        shards: NodeShards,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        """`restarts`: of this node's shards."""
-        self._spec, self._layout, self._node, self._restarts = spec, layout, node, restarts
-        self._certificate = certificate
+        self._spec, self._node, self._shards, self._certificate = spec, node, shards, certificate
 
     def collect(self) -> Iterable[Metric]:
         """Yield the build, the certificate's expiry and the restarts of shards."""
-        yield build_info(self._spec, self._layout)
+        yield build_info(self._spec, self._shards.layout)
         yield certificate_expiry(self._certificate)
         restarts = CounterMetricFamily(
             "lora_server_node_restarts", "Restarts of a node's shard", labels=["node", "shard"]
         )
-        for shard, count in self._restarts().items():
+        for shard, count in self._shards.restarts().items():
             restarts.add_metric([str(self._node), str(shard)], count)
         yield restarts

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -21,13 +20,15 @@ from lora_server.access.tls import certificate_of
 from lora_server.address import Address, ControllerList
 from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.config.types import AUTO_RANK, TCP
+from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.checks import check_start, node_secret
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.forks import ForkServer
 from lora_server.daemon.guard import hold_port
 from lora_server.daemon.http import NodeCollector, listen_http
-from lora_server.daemon.placements import NodeShards, OnFatal, why_fixed
+from lora_server.daemon.node_stream import NodeStream
+from lora_server.daemon.placements import NodeShards, OnFatal
 from lora_server.daemon.processes import Child
 from lora_server.daemon.rank import LeasedRank
 from lora_server.daemon.run_directory import locked_data, run_directory
@@ -76,15 +77,14 @@ class Node:
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
-            layout, certificate = process.replicated, certificate_of(process)
+            certificate = certificate_of(process)
             self._shards = shards = NodeShards(process, self._start_shard, self._fail)
-            collector = NodeCollector(self.spec, layout, process.node_rank, shards.restarts, certificate)
+            collector = NodeCollector(self.spec, process.node_rank, shards, certificate)
             gate = RemoteGate(process.controller, process)
             not_ready = functools.partial(self._not_up, process)
             http = listen_http(process, self._stack, not_ready, collector, gate=gate, certificate=certificate)
             update = {"http": process.http._replace(port=http.port)}
-            self._watch(process.model_copy(update=update), process.controller)
-            shards.run({1: process.layout})
+            self._follow(process.model_copy(update=update), shards)
             return
         held: dict[str, object] = {
             name: hold_port(f"--{name}", getattr(process, name), ports) for name in ("listen", "http")
@@ -94,15 +94,11 @@ class Node:
         process = process.model_copy(update=held)
         if not process.has_standby or process.controller is None:
             process = process.model_copy(update={"controller": ControllerList((process.listen.local(),))})
-        self._shards = shards = NodeShards(process, self._start_shard, self._fail)
-        on_layouts = None if why_fixed(process) else shards.run
-        self._controller = self._start_child("controller", _controller_module(process), process, self._fail, on_layouts)
-        if on_layouts is None and not process.standby:
-            shards.run({1: process.layout})
+        self._controller = self._start_child("controller", _controller_module(process), process, self._fail)
         self._controller.wait_up(process.timings.node_up)
-        assert process.controller is not None
         if not process.standby:
-            self._watch(process, process.controller)
+            self._shards = NodeShards(process, self._start_shard, self._fail)
+            self._follow(process, self._shards)
 
     def _lease_rank(self) -> None:
         exposure.check(self.config)
@@ -111,22 +107,18 @@ class Node:
         self.config = self.config.model_copy(update={"node_rank": leased.acquire(self._stop)})
         leased.keep(self._fail)
 
-    def _watch(self, process: ProcessConfig, controller: ControllerList) -> None:
-        startup = Startup(process, controller, self.stopped, self._fail)
-        self._stack.callback(startup.close)
+    def _follow(self, process: ProcessConfig, shards: NodeShards) -> None:
+        """Have the shards follow the controller."""
+        assert process.controller is not None
+        agreement = Agreement.of(process, self.spec).digest()
+        self._stack.callback(NodeStream(process, agreement, shards, self._fail).close)
+        self._stack.callback(Startup(process, process.controller, self.stopped, self._fail).close)
 
     def _start_shard(self, name: str, process: ProcessConfig, on_fatal: OnFatal) -> Child:
         return self._start_child(name, SHARD, process, on_fatal)
 
-    def _start_child(
-        self,
-        name: str,
-        module: str,
-        process: ProcessConfig,
-        on_fatal: OnFatal,
-        on_layouts: Callable[[Mapping[int, str]], None] | None = None,
-    ) -> Child:
-        child = Child(name, module, self._forks, process, on_fatal, self._stop, on_layouts)
+    def _start_child(self, name: str, module: str, process: ProcessConfig, on_fatal: OnFatal) -> Child:
+        child = Child(name, module, self._forks, process, on_fatal, self._stop)
         child.start()
         return child
 

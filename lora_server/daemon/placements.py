@@ -17,19 +17,6 @@ StartShard = Callable[[str, ProcessConfig, OnFatal], Child]  # the first is its 
 log = structlog.get_logger()
 
 
-def why_fixed(config: ProcessConfig) -> str:
-    """Return why a server with these settings cannot be resized; empty if it can."""
-    settings = {
-        f"--nodes {config.nodes}": config.nodes > 1,
-        f"--replicas {config.replicas}": config.replicas > 1,
-        f"--gpu-transport {config.gpu_transport}": config.gpu_transport != "cuda_ipc",
-        f"--data-port-base {config.data_port_base}": config.data_port_base is not None,
-        "a standby": config.has_standby,
-    }
-    given = next((setting for setting, is_given in settings.items() if is_given), "")
-    return f"a server with {given} cannot be resized while it serves: start it with that --layout" if given else ""
-
-
 class NodeShards:
     """The shards of this node, by the generation of their placement. Thread-safe.
 
@@ -40,8 +27,10 @@ class NodeShards:
     def __init__(self, process: ProcessConfig, start: StartShard, on_fatal: OnFatal) -> None:
         """`process`: the node's own settings, but for the layout."""
         self._process, self._start, self._on_fatal = process, start, on_fatal
+        self._layouts: dict[int, str] = {}
         self._running: dict[int, list[Child]] = {}
-        self._failed: dict[int, LoraServerError] = {}
+        self.failed: dict[int, LoraServerError] = {}  # why shards cannot be started
+        self.on_failed: Callable[[int, LoraServerError], object] = lambda generation, reason: None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -50,34 +39,42 @@ class NodeShards:
         with self._lock:
             if self._closed:
                 return
-            for generation in self._running.keys() - layouts.keys():
-                processes.stop(self._running.pop(generation), self._process.timings.stop)
-                self._failed.pop(generation, None)
-            if (reason := self._failed.get(min(layouts))) is not None:
+            for generation, layout in list(self._layouts.items()):
+                if layouts.get(generation) != layout:
+                    processes.stop(self._running.pop(generation), self._process.timings.stop)
+                    self._layouts.pop(generation)
+                    self.failed.pop(generation, None)
+            if (reason := self.failed.get(min(layouts))) is not None:
                 self._on_fatal(reason)
-            for generation in sorted(layouts.keys() - self._running.keys()):
-                self._running[generation] = []
+            for generation in sorted(layouts.keys() - self._layouts.keys()):
+                self._layouts[generation], self._running[generation] = layouts[generation], []
                 self._start_all(
                     self._process.model_copy(update={"layout": layouts[generation], "generation": generation})
                 )
 
     def _start_all(self, process: ProcessConfig) -> None:
         layout, generation = process.replicated, process.generation
+        if not process.local_shards:
+            log.warning("this node has no shards; a resize to a larger layout gives it some", layout=process.layout)
         for shard in process.local_shards:
             name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
             if generation > 1:
                 name = f"{name} of generation {generation}"
 
             def fail(reason: LoraServerError) -> None:
-                self._failed[generation] = reason
+                self.failed[generation] = reason
                 if generation == min(self._running, default=generation):
                     self._on_fatal(reason)
                 else:
-                    log.error(
-                        "a shard of the new placement cannot be started", generation=generation, reason=str(reason)
-                    )
+                    log.error("a shard of the new layout cannot be started", generation=generation, reason=str(reason))
+                    self.on_failed(generation, reason)
 
             self._running[generation].append(self._start(name, process.model_copy(update={"shard": shard}), fail))
+
+    @property
+    def layout(self) -> str:
+        """The layout of the newest placement; empty before the controller has named one."""
+        return max(list(self._layouts.items()), default=(0, ""))[1]
 
     def restarts(self) -> dict[int, int]:
         """Return how often each shard was restarted."""

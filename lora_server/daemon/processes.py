@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import IO
 
 import msgspec
@@ -29,22 +29,15 @@ ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 log = structlog.get_logger()
 
 
-class Up(msgspec.Struct, tag=True):
-    """A child's message on stdout: it is up, or why it cannot be."""
+class Up(msgspec.Struct):
+    """A child's one message on stdout: it is up, or why it cannot be."""
 
     refused: str = ""
 
 
-class RunLayouts(msgspec.Struct, tag=True):
-    """A controller's message on stdout: the layouts for which its node runs shards, by the generation of their
-    placement."""
-
-    layouts: dict[int, str]
-
-
-def say(message: Up | RunLayouts) -> None:
-    """Send a message; called by the child."""
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+def say(up: Up) -> None:
+    """Send the message; called by the child."""
+    sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -95,11 +88,9 @@ class Child:
         config: ProcessConfig,
         on_fatal: Callable[[LoraServerError], None],
         node_stops: threading.Event,
-        on_layouts: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
-        """`on_layouts`: of a controller, called with the layouts of its messages."""
         self.name, self.config = name, config
-        self._on_fatal, self._node_stops, self._on_layouts = on_fatal, node_stops, on_layouts
+        self._on_fatal, self._node_stops = on_fatal, node_stops
         self._current = CurrentProcess(name, module, forks)
         self.restarts = 0
         self._answered = threading.Event()
@@ -162,15 +153,10 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
-        up = None
-        for message in _messages(process.stdout):
-            if isinstance(message, Up):
-                up, self._up = message, self._up or message
-                self._answered.set()
-                if self._on_layouts is None:
-                    break
-            elif self._on_layouts is not None:
-                self._on_layouts(message.layouts)
+        up = _first_words(process.stdout)
+        if up is not None and self._up is None:
+            self._up = up
+            self._answered.set()
         code = process.wait()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
@@ -188,11 +174,12 @@ class Child:
             self._thread.join()
 
 
-def _messages(stream: IO[bytes]) -> Iterator[Up | RunLayouts]:
-    """Yield a child's messages until it ends, skipping lines that a library printed."""
+def _first_words(stream: IO[bytes]) -> Up | None:
+    """Return a child's message, skipping lines that a library printed; None where the child ended first."""
     for line in stream:
         with contextlib.suppress(msgspec.MsgspecError):
-            yield msgspec.json.decode(line, type=Up | RunLayouts)
+            return msgspec.json.decode(line, type=Up)
+    return None
 
 
 def stop(children: list[Child], seconds: float = Timings.stop) -> None:

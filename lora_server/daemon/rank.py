@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeAlias, cast
 
-import grpc
 import structlog
 
 from lora_server.access.tls import node_credentials
 from lora_server.config import ServeConfig
 from lora_server.daemon.checks import node_secret
-from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.daemon.node_calls import NodeCall
+from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.messages import NONCE_BYTES, proof, proves
-from lora_server.wire.rpc import open_channel, translate
+from lora_server.wire.rpc import open_channel
 
 ID_BYTES = 16
 ANY_NODE = 1  # in a hello, of a node that has no rank yet: none above 0 differs from another there
-_Reports: TypeAlias = "queue.SimpleQueue[pb.NodeReport | None]"
 log = structlog.get_logger()
 
 
@@ -107,26 +104,9 @@ class LeasedRank:
 
     def _ask(self, leaves: bool = False) -> pb.RankLease:
         """Ask for a rank, or renew or end the lease of one. Raises what the controller says."""
-        reports: _Reports = queue.SimpleQueue()
-        seconds, key = self._config.timings.handshake, self._secret.encode()
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        reports.put(pb.NodeReport(hello=pb.ShardHello(node=ANY_NODE, nonce=nonce)))
-        answers = rpc.ShardsStub(self._channel).LeaseRank(iter(reports.get, None), timeout=seconds)
-        try:
-            challenge = next(answers, pb.NodeCommand()).challenge
-            if not proves(challenge.proof, key, b"controller", nonce, challenge.nonce):
-                raise ConfigError(
-                    f"controller {self._address}: its token is not that of node auto; give every node a "
-                    "--join-token-file with the same text"
-                )
-            shown = proof(key, b"node", challenge.nonce, nonce)
-            held, nodes = self._lease, self._config.nodes
-            claim = pb.RankClaim(
-                node=self._node, rank=held.rank, epoch=held.epoch, nodes=nodes, leaves=leaves, proof=shown
-            )
-            reports.put(pb.NodeReport(claim=claim))
-            return next(answers, pb.NodeCommand()).lease
-        except grpc.RpcError as error:
-            raise translate(cast(grpc.Call, error), self._address, seconds) from None
-        finally:
-            reports.put(None)
+        method, held = rpc.ShardsStub(self._channel).LeaseRank, self._lease
+        call = NodeCall(method, self._config, self._secret, ANY_NODE, "auto")
+        with contextlib.closing(call), call.in_time():
+            nodes = self._config.nodes
+            call.claim(pb.RankClaim(node=self._node, rank=held.rank, epoch=held.epoch, nodes=nodes, leaves=leaves))
+            return next(call.answers, pb.NodeCommand()).lease

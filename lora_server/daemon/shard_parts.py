@@ -81,7 +81,7 @@ class ShardListeners:
         except ConfigError as error:
             log.warning("no shared memory", reason=str(error))
             return None
-        directory, name = self.config.run_dir, f"shard-{self.config.shard}"
+        directory, name = self.config.run_dir, f"shard-{self.config.generation}-{self.config.shard}"
         for killed in directory.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
         path, timings = directory / f"{name}-{os.getpid()}.sock", self.config.timings

@@ -50,6 +50,7 @@ BOUNDS = {  # by message and field
     "Registration.gone": HANDLES,
     "Registration.active": Bound(items=1 << 18),
     "Refusals.refusals": Bound(length=2 << 20),
+    "ShardsFailed.reason": Bound(length=4096),
     "Endpoint.shm": URI,
     "Endpoint.certificate": Bound(length=64 << 10),
 }

@@ -955,36 +955,64 @@ class ControllerChallenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("hello", "claim")
+    __slots__ = ("hello", "claim", "failed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     hello: ShardHello
     claim: RankClaim
-    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., claim: _Optional[_Union[RankClaim, _Mapping]] = ...) -> None: ...
+    failed: ShardsFailed
+    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., claim: _Optional[_Union[RankClaim, _Mapping]] = ..., failed: _Optional[_Union[ShardsFailed, _Mapping]] = ...) -> None: ...
 
 class NodeCommand(_message.Message):
-    __slots__ = ("challenge", "lease")
+    __slots__ = ("challenge", "lease", "layouts")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     challenge: ControllerChallenge
     lease: RankLease
-    def __init__(self, challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., lease: _Optional[_Union[RankLease, _Mapping]] = ...) -> None: ...
+    layouts: NodeLayouts
+    def __init__(self, challenge: _Optional[_Union[ControllerChallenge, _Mapping]] = ..., lease: _Optional[_Union[RankLease, _Mapping]] = ..., layouts: _Optional[_Union[NodeLayouts, _Mapping]] = ...) -> None: ...
+
+class NodeLayouts(_message.Message):
+    __slots__ = ("layouts",)
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    layouts: _containers.RepeatedCompositeFieldContainer[NodeLayout]
+    def __init__(self, layouts: _Optional[_Iterable[_Union[NodeLayout, _Mapping]]] = ...) -> None: ...
+
+class NodeLayout(_message.Message):
+    __slots__ = ("generation", "layout")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    layout: str
+    def __init__(self, generation: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class ShardsFailed(_message.Message):
+    __slots__ = ("generation", "reason")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    reason: str
+    def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RankClaim(_message.Message):
-    __slots__ = ("node", "rank", "epoch", "nodes", "leaves", "proof")
+    __slots__ = ("node", "rank", "epoch", "nodes", "leaves", "proof", "agreement")
     NODE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     node: bytes
     rank: int
     epoch: int
     nodes: int
     leaves: bool
     proof: bytes
-    def __init__(self, node: _Optional[bytes] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., nodes: _Optional[int] = ..., leaves: bool = ..., proof: _Optional[bytes] = ...) -> None: ...
+    agreement: str
+    def __init__(self, node: _Optional[bytes] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., nodes: _Optional[int] = ..., leaves: bool = ..., proof: _Optional[bytes] = ..., agreement: _Optional[str] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "epoch")

@@ -1014,7 +1014,7 @@ class ServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resize(self, request, context):
-        """Serve from shards of another layout: started beside those there are, loaded, and then the clients move to them. An
+        """Serve from shards of another layout: started while the old ones serve, loaded, and then the clients move to them. An
         error changes nothing: those there are serve on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1774,6 +1774,11 @@ class ShardsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
                 _registered_method=True)
+        self.FollowLayouts = channel.stream_stream(
+                '/lora_server.v1.Shards/FollowLayouts',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
+                _registered_method=True)
         self.Files = channel.unary_unary(
                 '/lora_server.v1.Shards/Files',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.FilesRequest.SerializeToString,
@@ -1803,6 +1808,13 @@ class ShardsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowLayouts(self, request_iterator, context):
+        """The layouts of which a node runs its share of the shards, as they change: one stream per node, while it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Files(self, request, context):
         """What an adapter consists of, for a shard whose node does not have its files.
         """
@@ -1827,6 +1839,11 @@ def add_ShardsServicer_to_server(servicer, server):
             ),
             'LeaseRank': grpc.stream_stream_rpc_method_handler(
                     servicer.LeaseRank,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.SerializeToString,
+            ),
+            'FollowLayouts': grpc.stream_stream_rpc_method_handler(
+                    servicer.FollowLayouts,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.NodeReport.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.SerializeToString,
             ),
@@ -1894,6 +1911,33 @@ class Shards(object):
             request_iterator,
             target,
             '/lora_server.v1.Shards/LeaseRank',
+            lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowLayouts(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lora_server.v1.Shards/FollowLayouts',
             lora__server_dot_wire_dot_lora__server__pb2.NodeReport.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.NodeCommand.FromString,
             options,

@@ -2,30 +2,21 @@
 
 import contextlib
 import json
+import re
 import signal
 import threading
 
 import psutil
 import pytest
 
+from client_connector.transformers import attach
 from lora_server.demo.launch import running_server
 from tests.support.fleet import Fleet, now
-from tests.support.serving import all_gone, cli, flags, status, stop, until
+from tests.support.relay import Relay
+from tests.support.resizing import children_of, placed, resize, shards
+from tests.support.serving import HANG_SECONDS, all_gone, answers, flags, status, stop, until
 
 SLOWER = 20  # a pause may be so many times as long as the longest between two answers before; and a second
-
-
-def resize(server, layout, *more):
-    return cli("resize", "--layout", layout, "--server", server.address, "--json", *more)
-
-
-def placed(server):
-    reply = status(server.address)
-    return reply.layout, reply.generation
-
-
-def shards(server):
-    return [psutil.Process(one.pid) for one in status(server.address).shards]
 
 
 def longest_gap(fleet, since, until_then=float("inf")):
@@ -51,10 +42,10 @@ def test_engines_go_on_through_resizes_and_a_restart_serves_the_last_layout(load
         fleet.all_right_again(began)
         quiet, begun = longest_gap(fleet, began), now()
         for generation, layout in enumerate(("ep2-pp2", "ep2-pp1", "ep1-pp2"), start=2):
-            old, done = shards(server), resize(server, layout)
+            old, done = shards(server.address), resize(server.address, layout)
             assert done.returncode == 0, done.stderr
             reply = json.loads(done.stdout)
-            assert (reply["layout"], reply["generation"]) == (layout, generation) == placed(server)
+            assert (reply["layout"], reply["generation"]) == (layout, generation) == placed(server.address)
             assert (reply["moved"], reply["ended"]) == (2, 0), "all under the lease that they have"
             all_gone(old)
             fleet.all_right_again(now())
@@ -66,62 +57,80 @@ def test_engines_go_on_through_resizes_and_a_restart_serves_the_last_layout(load
             status(server.address).resize.state == "" and 'resizes_total{outcome="done"} 3' in server.get("/metrics")[1]
         )
     with running_server(tmp_path / "again", flags(load, *data, "--layout", "ep2-pp1")) as server:
-        assert placed(server) == ("ep1-pp2", 4)
+        assert placed(server.address) == ("ep1-pp2", 4)
     with running_server(tmp_path / "other", flags(load, *data, "--layout", "ep2-pp2")) as server:
-        assert placed(server) == ("ep2-pp2", 1), "another --layout wins"
+        assert placed(server.address) == ("ep2-pp2", 1), "another --layout wins"
 
 
 def test_a_layout_in_whose_pools_the_adapters_do_not_fit_is_refused(load, tmp_path):
     with engines(load, tmp_path, "--layout", "ep2-pp2", "--device-pool", "600KiB") as (server, _):
-        serving = shards(server)
-        done = resize(server, "ep1-pp1")
+        serving = shards(server.address)
+        done = resize(server.address, "ep1-pp1")
         assert done.returncode == 2 and "bytes are needed together on shard 0, and its pool has 614400" in done.stderr
         assert "ep1-pp1, in which there is no place for" in done.stderr
-        assert placed(server) == ("ep2-pp2", 1) and shards(server) == serving
+        assert placed(server.address) == ("ep2-pp2", 1) and shards(server.address) == serving
         until(lambda: len(children_of(server)) == len(serving), "the new shards ended")
-        assert resize(server, "ep2-pp2").returncode == 2, "its own layout"
-        assert resize(server, "ep9-pp1").returncode == 2, "shards would own nothing"
-
-
-def children_of(server):
-    """The shards' processes."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    found = []
-    for one in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if one.name().startswith("lora-shard") and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
-    return found
+        assert resize(server.address, "ep2-pp2").returncode == 2, "its own layout"
+        assert resize(server.address, "ep9-pp1").returncode == 2, "shards would own nothing"
 
 
 @pytest.mark.parametrize("dies", ["shard", "controller"])
 def test_the_old_shards_serve_on_when_a_process_dies_before_the_new_ones_serve(load, tmp_path, dies):
     with engines(load, tmp_path, "--layout", "ep2-pp1") as (server, fleet):
-        before, serving, answers = status(server.address), shards(server), []
-        asking = threading.Thread(target=lambda: answers.append(resize(server, "ep2-pp2")))
+        before, serving, said = status(server.address), shards(server.address), []
+        asking = threading.Thread(target=lambda: said.append(resize(server.address, "ep2-pp2")))
         asking.start()
         until(lambda: set(children_of(server)) - set(serving), "a new shard")
         stopped = (set(children_of(server)) - set(serving)).pop()
         stopped.send_signal(signal.SIGSTOP)  # so that the others are up, and it never is
         until(lambda: status(server.address).resize.done == 3, "three new shards are up")
+        with attach(load.model, server.address, transport="shm", timeout_seconds=HANG_SECONDS) as lora:
+            assert answers(lora, load, "qv"), "an engine can still join the old shards"
         new = set(children_of(server)) - set(serving)
         victim = psutil.Process(before.pid) if dies == "controller" else (new - {stopped}).pop()
         victim.kill()
         asking.join()
         stopped.kill()
-        assert answers[0].returncode == 1, answers[0].stdout
+        assert said[0].returncode == 1, said[0].stdout
         if dies == "shard":
-            assert "were lost: see the node's log" in answers[0].stderr
+            assert re.search(r"ep2-pp2: lost shards \[\d\] on node 0: see the node's log", said[0].stderr)
         until(lambda: set(children_of(server)) == set(serving), "the new shards ended")
         server.wait_ready()
-        assert placed(server) == ("ep2-pp1", 1) and shards(server) == serving
+        assert placed(server.address) == ("ep2-pp1", 1) and shards(server.address) == serving
         fleet.all_right_again(now())
-        assert resize(server, "ep1-pp1").returncode == 0, "another one is possible"
+        assert resize(server.address, "ep1-pp1").returncode == 0, "another one is possible"
 
 
 def test_stages_that_follow_a_leader_are_resized_as_well(load, tmp_path):
     with engines(load, tmp_path, "--layout", "ep2-pp1", "--coordination", "leader") as (server, fleet):
         for generation, layout in enumerate(("ep2-pp2", "ep2-pp1"), start=2):
-            done = resize(server, layout)
-            assert done.returncode == 0 and placed(server) == (layout, generation), done.stderr
+            done = resize(server.address, layout)
+            assert done.returncode == 0 and placed(server.address) == (layout, generation), done.stderr
             fleet.all_right_again(now())
+
+
+def test_engines_that_are_away_during_the_whole_resize_join_again(load, tmp_path):
+    """One is stopped, the other does not reach the controller. Until it does, what it gets are typed errors."""
+    for name in ("stopped", "cut off"):
+        (tmp_path / name).mkdir()
+    with (
+        running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1", "--lease-seconds", "2")) as server,
+        Relay(server.address) as relay,
+        Fleet(load, server.address, tmp_path / "stopped", ("shm",)) as stopped,
+        Fleet(load, relay.address, tmp_path / "cut off", ("tcp",), timeout=5.0) as cut_off,
+    ):
+        fleets = stopped, cut_off
+        for fleet in fleets:
+            fleet.all_right_again(now())
+        (engine,) = stopped.engines
+        engine.process.send_signal(signal.SIGSTOP)
+        relay.cut()
+        old, done = shards(server.address), resize(server.address, "ep2-pp2")
+        assert done.returncode == 0, done.stderr
+        all_gone(old)
+        assert not status(server.address).clients, "their leases are over"
+        engine.process.send_signal(signal.SIGCONT)
+        relay.mend()
+        for fleet in fleets:
+            fleet.all_right_again(now())
+            assert fleet.check()["right"]

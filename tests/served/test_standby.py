@@ -24,6 +24,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
 from tests.support.postgres import host_of, running_postgres
+from tests.support.resizing import resize
 from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -174,6 +175,30 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
     assert {"held", "late"} <= set(listed(standby.address))
     for name in ("held", "late"):
         ask(pair.address, "Remove", name=name)
+
+
+def test_a_standby_leads_the_layout_that_the_server_was_resized_to(pair, load, tmp_path):
+    leader, standby = pair.wait_settled()
+    with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
+        fleet.all_right_again(now())
+        done = resize(pair.address, "ep1-pp2")
+        assert done.returncode == 0, done.stderr
+        before = server_status(pair.address)
+        os.kill(leader.process.pid, signal.SIGSTOP)
+        try:
+            os.kill(before.pid, signal.SIGKILL)
+            until(lambda: ready(standby.address), "the standby leads")
+        finally:
+            os.kill(leader.process.pid, signal.SIGCONT)
+        after = server_status(pair.address)
+        assert (after.layout, after.generation) == ("ep1-pp2", before.generation)
+        assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
+        fleet.all_right_again(now())
+        assert pair.wait_settled() == (standby, leader)
+        done = resize(pair.address, "ep2-pp1")
+        assert done.returncode == 0, done.stderr
+        fleet.all_right_again(now())
+        assert set(fleet.check()) == {"right"}
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ T = TypeVar("T")
 # intervals are short; timeouts keep their seconds, since a test's machine may be busy.
 # conftest.py gives it to every process that a test starts
 FAST = Timings(
-    drain_look=0.01,
+    shard_poll=0.01,
     token_look=0.1,
     shard_report=0.1,
     controller_retry=0.05,

@@ -44,7 +44,7 @@ class Gated:
         self.handles = dict(memory)
         self.shard = ToldShard(controller)
         stack.callback(self.shard.close)
-        controller.adapters.sync.spread.tell(self.handles.values())
+        controller.adapters.sync.spread.add(self.handles.values())
         for name, handle in memory:
             load = kept(name, handle)
             controller.adapters.catalog.publish(Record.decode(load.record))

@@ -155,16 +155,17 @@ def stop(server: RunningServer) -> int:
 
 
 class Nodes:
-    """The nodes of one server. The first that starts is node 0; the others join it as node 1."""
+    """The nodes of one server. The first that starts is node 0; the others join it, the last rank as often as asked."""
 
-    def __init__(self, directory: Path, *common: str) -> None:
-        self.directory, self.common, self.all = directory, common, list[RunningServer]()
+    def __init__(self, directory: Path, *common: str, count: int = 2) -> None:
+        self.directory, self.common, self.count, self.all = directory, common, count, list[RunningServer]()
 
     def start(self, *own: str, joins: bool = True, **how: Any) -> RunningServer:
         """Start the next node with flags of its own; does not wait."""
-        more = ("--node-rank", "1", "--controller", self.all[0].address) if self.all and joins else ()
+        rank = min(len(self.all), self.count - 1)
+        more = ("--node-rank", str(rank), "--controller", self.all[0].address) if self.all and joins else ()
         log = self.directory / f"log{len(list(self.directory.glob('log*')))}"
-        self.all.append(launch(log, *self.common, "--nodes", "2", *more, *own, **how))
+        self.all.append(launch(log, *self.common, "--nodes", str(self.count), *more, *own, **how))
         return self.all[-1]
 
     def stop(self) -> list[int]:

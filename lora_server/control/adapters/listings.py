@@ -68,7 +68,7 @@ class AdapterListings:
     def hottest(self, ended: Mapping[str, int], most: int) -> list[Listing]:
         """Return the adapters in most demand: by clients that hold them, then by holds that have `ended`, by name, then
         by layers that are resident."""
-        residency, told = self._sync.residency, self._sync.spread.told
+        residency, known = self._sync.residency, self._sync.spread.on_all
         holders = {handle: len(self._holds.by_client(handle)) for handle in self._holds.handles()}
 
         def demand(record: Record) -> tuple[int, int]:
@@ -79,9 +79,9 @@ class AdapterListings:
 
         records = self._catalog.records()
         hot = [one for one in records if any(demand(one))]
-        others = (one for one in records if one.handle in told and not any(demand(one)))
+        others = (one for one in records if one.handle in known and not any(demand(one)))
         hot += heapq.nlargest(max(0, most - len(hot)), others, key=heat)
-        hot += [one for one in records if one.handle not in told][: max(0, most - len(hot))]
+        hot += [one for one in records if one.handle not in known][: max(0, most - len(hot))]
         return [self._listing(one) for one in heapq.nlargest(most, hot, key=heat)]
 
     def states(self) -> Counter[str]:

@@ -215,7 +215,7 @@ class ShardTable:
     """The shards of the layout, as far as they are up. Thread-safe.
 
     Each rank has one claimant at a time, and a shard that replaces another gets a higher claim. While the server is
-    resized, `beside` has the shards of the other placement, which are sent every broadcast, too.
+    resized, `other` has the shards of the placement that does not serve: they are sent every broadcast, too.
     """
 
     def __init__(
@@ -230,10 +230,10 @@ class ShardTable:
         self.layout, self._coordination, self.generation = layout, coordination, generation
         self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}  # by number, in order
-        self._told: SharedCommand | None = None  # the last command to all of them
+        self._last_shared: SharedCommand | None = None  # the last command to all of them
         self.closed = False
         self.ranks = {shard: ShardRank() for shard in range(layout.num_shards)}
-        self.beside: ShardTable | None = None
+        self.other: ShardTable | None = None
         self._guard = threading.RLock()
 
     def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
@@ -268,7 +268,7 @@ class ShardTable:
                 )
             self._claim(handle, older if comes_back else None)
             self._live = dict(sorted({**self._live, shard: handle}.items()))
-            handle.heard, self._told = self._clock.now(), None
+            handle.heard, self._last_shared = self._clock.now(), None
         if older is not None:
             older.commands.close()
 
@@ -290,7 +290,7 @@ class ShardTable:
         """End every stream and every wait, since the server stops."""
         with self._guard:
             self.closed = True
-            live = _sent_to(self)
+            live = all_live(self)
         for handle in live:
             handle.commands.close()
 
@@ -367,7 +367,7 @@ class ShardTable:
     def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
         """Send a command to every live shard."""
         shared, sent = SharedCommand(command, has_outcome=True), []
-        for handle in _sent_to(self):
+        for handle in all_live(self):
             pending = handle.commands.send(shared)
             if handle.generation == self.generation:
                 sent.append(pending)
@@ -376,19 +376,19 @@ class ShardTable:
     def tell(self, command: pb.ShardCommand) -> None:
         """Send every live shard a command that has no outcome; changes of holds may join an earlier one."""
         with self._guard:
-            joins = self.beside is None and self._told is not None and command.HasField("uses")
-            if joins and self._told is not None and self._told.add(command.uses):
+            joins = self.other is None and self._last_shared is not None and command.HasField("uses")
+            if joins and self._last_shared is not None and self._last_shared.add(command.uses):
                 return
-            self._told = SharedCommand(command)
-            for handle in _sent_to(self):
-                handle.commands.tell(self._told)
+            self._last_shared = SharedCommand(command)
+            for handle in all_live(self):
+                handle.commands.tell(self._last_shared)
 
 
-def _sent_to(table: ShardTable) -> list[ShardHandle]:
-    """Return the live shards of a table, then those of the placement beside it."""
+def all_live(table: ShardTable) -> list[ShardHandle]:
+    """Return the live shards of a table, then those of the other placement of a resize."""
     with table._guard:
-        beside = table.beside
-        return [*table.live().values(), *(beside.live().values() if beside is not None else ())]
+        other = table.other
+        return [*table.live().values(), *(other.live().values() if other is not None else ())]
 
 
 def swap(one: ShardTable, other: ShardTable) -> None:

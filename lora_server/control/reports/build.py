@@ -9,13 +9,12 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lora_server import __version__
 from lora_server.access.tls import ServerCertificate
-from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 
 
-def build_info(spec: ModelSpec, layout: Layout) -> Metric:
+def build_info(spec: ModelSpec, layout: str) -> Metric:
     """Return the metric that names the version, the model, its geometry and the layout."""
-    labels = {"version": __version__, "model": spec.name, "geometry": spec.geometry, "layout": str(layout)}
+    labels = {"version": __version__, "model": spec.name, "geometry": spec.geometry, "layout": layout}
     return InfoMetricFamily("lora_server_build", "What runs here", labels)
 
 

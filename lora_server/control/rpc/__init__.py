@@ -5,6 +5,6 @@ server          puts together                       listener  sockets, threads, 
     scope       the adapters that a caller may see  holds     acquires and releases, one by one or in batches
   refusing      what a standby answers
   registration  the shards' streams               silence   limits on calls that have sent no message yet
-  ranks         leased to nodes
+  nodes         their streams, and leases of ranks    streams  two directions, one end
   files         of adapters, for nodes without them           events   where events are, and their replay
 """

@@ -22,7 +22,7 @@ from lora_server.wire.rpc import REQUEST_KEY
 
 UNTRACED = (
     *("Heartbeat", "Await", "Prefetch", "Hold", "Release", "Cancel"),  # the Acquire entries of a Hold are traced
-    *("Register", "LeaseRank", "Files", "Read", "Check", "Status", "Replay"),
+    *("Register", "LeaseRank", "FollowLayouts", "Files", "Read", "Check", "Status", "Replay"),
 )
 MAX_ERROR_BYTES = 2500  # a byte takes up to three in HTTP/2's trailers, of which a client takes 8 KiB
 _GOOD_ID = re.compile(r"[\w.:-]{1,64}")

@@ -12,6 +12,7 @@ import grpc
 from lora_server.access.identity import Identity
 from lora_server.adapters import AdapterLimits, adapter_files
 from lora_server.control.controller import Controller
+from lora_server.control.members.shards import all_live
 from lora_server.control.rpc.listener import StreamCall, Threads, Write
 from lora_server.errors import (
     AdapterFormatError,
@@ -102,10 +103,11 @@ class FilesService:
         """Check that the registered process of the shard signed a request; the key is its instance id, which it gives
         to the controller only. Raises PermissionDeniedError, ServerUnavailableError."""
         proof = request.proof
-        handle = self._shards.live().get(proof.shard)
-        if handle is None:
+        registered = [one for one in all_live(self._shards) if one.shard == proof.shard]  # two during a resize
+        if not registered:
             raise ServerUnavailableError(f"shard {proof.shard} is not registered now; try again once it is")
-        if not (is_signed(request, handle.registration.instance.encode()) and handle.calls.take(proof.count)):
+        caller = next((one for one in registered if is_signed(request, one.registration.instance.encode())), None)
+        if caller is None or not caller.calls.take(proof.count):
             raise PermissionDeniedError(
                 f"files of adapters: got a call that is not of the registered process of shard {proof.shard}, "
                 "expected one of that process; clients compute with adapters and do not read them"

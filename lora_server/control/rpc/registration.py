@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import NamedTuple
 
-import structlog
-
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import CommandQueue, ShardHandle
 from lora_server.control.rpc.listener import MessageQueue, StreamCall, Threads, Write
+from lora_server.control.rpc.streams import EventWakes, run_either
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
-
-log = structlog.get_logger()
 
 
 class Doorkeeper(NamedTuple):
@@ -43,9 +39,9 @@ class Doorkeeper(NamedTuple):
             raise self._wrong(f"shard {hello.shard} of node {hello.node}")
 
     def check_node(self, hello: pb.ShardHello, challenge: pb.ControllerChallenge, shown: bytes) -> None:
-        """Check the proof of a node that has no rank yet; raises ConfigError if it is wrong."""
-        if not (hello.node and proves(shown, self._key(hello), b"node", challenge.nonce, hello.nonce)):
-            raise self._wrong("a node that claims a rank")
+        """Check a node's proof of the token; raises ConfigError if it is wrong."""
+        if not proves(shown, self._key(hello), b"node", challenge.nonce, hello.nonce):
+            raise self._wrong("a node")
 
     def _wrong(self, caller: str) -> ConfigError:
         return ConfigError(
@@ -54,29 +50,6 @@ class Doorkeeper(NamedTuple):
 
     def _key(self, hello: pb.ShardHello) -> bytes:
         return b"" if hello.node and self.believes_other_nodes else self.secret.encode()
-
-
-class EventWakes:
-    """Sets events of an event loop from other threads, all that are due by one call into the loop. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._due: list[asyncio.Event] = []
-        self._lock = threading.Lock()
-
-    def wake(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-        """Set an event soon."""
-        with self._lock:
-            self._due.append(event)
-            is_first = len(self._due) == 1
-        if is_first:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._set)
-
-    def _set(self) -> None:
-        with self._lock:
-            due, self._due = self._due, []
-        for event in due:
-            event.set()
 
 
 class ShardsService:
@@ -109,17 +82,7 @@ class ShardsService:
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
         with MessageQueue() as mailbox:
             threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
-            ends = [
-                asyncio.ensure_future(_receive(reports, mailbox)),
-                asyncio.ensure_future(self._send(handle.commands, call.write)),
-            ]
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for end in ends:
-                    end.cancel()
-                ended = await asyncio.gather(*ends, return_exceptions=True)
-                log.debug("shard stream ended", shard=handle.shard, how=[repr(one) for one in ended if one])
+            await run_either(_receive(reports, mailbox), self._send(handle.commands, call.write))
 
     async def _send(self, commands: CommandQueue, write: Write) -> None:
         """Write a shard's commands as they come, until its queue is closed."""

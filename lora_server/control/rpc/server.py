@@ -36,7 +36,7 @@ from lora_server.control.rpc.listener import (
     Threads,
     UnaryMethod,
 )
-from lora_server.control.rpc.ranks import RanksService
+from lora_server.control.rpc.nodes import NodesService
 from lora_server.control.rpc.registration import Doorkeeper, ShardsService
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService, HealthService, ServerService
@@ -126,9 +126,8 @@ class ControlServer:
         held: bool = False,
         resolver: Resolver | None = None,
         events: EventsService | None = None,
-        nodes: int = 1,
     ) -> None:
-        """Start serving; raises RuntimeError if it cannot listen at `address`. `nodes`: of the server."""
+        """Start serving; raises RuntimeError if it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
         access = Threads("access", 4, 1024)
@@ -158,10 +157,12 @@ class ControlServer:
         public = tuple(own) if reflection else ()
         self.files = files(controller, reading)
         timings = controller.timings
-        ranks = RankLeases(controller.shards, nodes, timings.shard_silence, timings.rank_rest)
+        ranks = RankLeases(controller.shards, controller.nodes.count, timings.shard_silence, timings.rank_rest)
+        nodes = NodesService(controller.nodes, ranks, door, timings.handshake)
         own[_SHARDS] = {
             "Register": StreamMethod(pb.ShardReport, ShardsService(controller, shards, door).register),
-            "LeaseRank": StreamMethod(pb.NodeReport, RanksService(ranks, door, timings.handshake).lease),
+            "LeaseRank": StreamMethod(pb.NodeReport, nodes.lease),
+            "FollowLayouts": StreamMethod(pb.NodeReport, nodes.follow),
             "Files": UnaryMethod(pb.FilesRequest, self.files.files, reading, proves=True),
             "Read": StreamMethod(pb.ReadRequest, self.files.read),
         }

@@ -2,5 +2,5 @@
 
 shard_sync   the commands about adapters, in order       residency   what shards report that they have
 prewarm      loads into idle memory                      sizes       bytes that adapters take, and that pools have
-spread       which shards are told of which adapters
+spread       which shards know which adapters
 """

@@ -72,10 +72,10 @@ class ShardSync:
 
     `lock` orders commands: no shard loads an adapter after it was told to drop it. Hold it around a change of the
     catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.
-    While the server is resized, `beside` does the same for the shards of the other placement, under the same lock.
+    While the server is resized, `other` does the same for the placement that does not serve, under the same lock.
     """
 
-    beside: ShardSync | None = None
+    other: ShardSync | None = None
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ShardSync:
         """Tell shards of an adapter that no request named yet: all of them, which load it where it fits, or once they
         know many those that keep its record."""
         with self.lock:
-            if not (record.handle in self.spread.told or record.pinned or self.spread.has_room()):
+            if not (record.handle in self.spread.on_all or record.pinned or self.spread.has_room()):
                 return self.note(record.handle)
             loads = self.load(record)
             self.prewarm.offer([record.handle])
@@ -115,7 +115,7 @@ class ShardSync:
     def require(self, record: Record) -> bool:
         """Tell all shards of an adapter that a request or an operator names now; return False if they know it."""
         with self.lock:
-            is_new = record.handle not in self.spread.told
+            is_new = record.handle not in self.spread.on_all
             if is_new:
                 self.load(record)
             return is_new
@@ -127,11 +127,11 @@ class ShardSync:
             load = self._message(record)
             load.eager = eager
             shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
-            if (beside := self.beside) is not None:
-                beside.spread.tell([record.handle])
-                for handle in beside.shards.live().values():
-                    beside._load_on(handle, record, shared)
-            self.spread.tell([record.handle])
+            if (other := self.other) is not None:
+                other.spread.add([record.handle])
+                for handle in other.shards.live().values():
+                    other._load_on(handle, record, shared)
+            self.spread.add([record.handle])
             return [self._load_on(handle, record, shared) for handle in self.shards.live().values()]
 
     def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
@@ -152,7 +152,7 @@ class ShardSync:
 
     def of(self, handle: ShardHandle) -> ShardSync | None:
         """Return the one that keeps what a shard has, None where its placement is over. Call it under the lock."""
-        both = (self, self.beside)
+        both = (self, self.other)
         return next((one for one in both if one and one.shards.generation == handle.generation), None)
 
     def _note_load(self, shard: int, record: Record, error: LoraServerError | None) -> None:
@@ -182,11 +182,11 @@ class ShardSync:
             if (record := self._catalog.by_handle(handle)) is None:
                 return []
             note = pb.ShardCommand(note=self._message(record))
-            if handle in self.spread.told:
+            if handle in self.spread.on_all:
                 return self.broadcast(note)
             return [
                 found.commands.send(pb.ShardCommand(note=note.note))
-                for one in filter(None, (self, self.beside))
+                for one in filter(None, (self, self.other))
                 for shard, found in one.shards.live().items()
                 if shard in one.spread.keepers(handle)
             ]
@@ -199,7 +199,7 @@ class ShardSync:
     def drop(self, handle: int) -> None:
         """Have every shard drop an adapter that is not in the catalog any more."""
         with self.lock:
-            for one in filter(None, (self, self.beside)):
+            for one in filter(None, (self, self.other)):
                 one.prewarm.forget(handle)
                 one.residency.forget(handle)
                 one.sizes.forget(handle)
@@ -219,15 +219,15 @@ class ShardSync:
         with self.lock:
             self.count()
             self.residency.forget_shard(handle.shard)
-            for told in self.spread.told:
-                if (record := self._catalog.by_handle(told)) is not None:
+            for known_to_all in self.spread.on_all:
+                if (record := self._catalog.by_handle(known_to_all)) is not None:
                     self._note(record, handle.shard)
             self.sizes.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
                 if (known := self._catalog.by_handle(one.load.handle)) is None:
                     handle.commands.send(pb.ShardCommand(drop=one.load.handle))
                 elif one.layers:
-                    self.spread.tell([known.handle])
+                    self.spread.add([known.handle])
                     self.residency.report(handle.shard, pb.Residency(handle=known.handle, layers=one.layers))
                     self._note(known, handle.shard)
             if self._start.settled.is_set():
@@ -248,7 +248,7 @@ class ShardSync:
         with self.lock:
             for record in self._catalog.records():
                 if record.pinned or self.spread.has_room():
-                    self.spread.tell([record.handle])
+                    self.spread.add([record.handle])
             for handle in self.shards.live().values():
                 self._load_all_on(handle)
             if self._start.registered.is_set():
@@ -269,9 +269,9 @@ class ShardSync:
 
     def _load_all_on(self, handle: ShardHandle, first: Collection[int] = ()) -> None:
         records = sorted(self._catalog.records(), key=lambda record: record.handle not in first)
-        self.prewarm.offer(record.handle for record in records if record.handle in self.spread.told)
+        self.prewarm.offer(record.handle for record in records if record.handle in self.spread.on_all)
         for record in records:  # a shard that has one keeps only the record
-            if record.handle in self.spread.told:
+            if record.handle in self.spread.on_all:
                 load = self._message(record)
                 load.eager = record.handle in first
                 self._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
@@ -310,6 +310,6 @@ class ShardSync:
     def state(self, handle: int) -> str:
         """Return an adapter's state, see ResidencyTable.state."""
         with self.lock:
-            if handle not in self.spread.told:
+            if handle not in self.spread.on_all:
                 return NOT_TOLD
             return self.residency.state(handle, self.prewarm.is_loading(handle))

@@ -36,7 +36,7 @@ from tests.support.signed import signed_by_shard
 DAY = 86400.0
 SERVICES = pb.DESCRIPTOR.services_by_name
 CALLS = {f"{service}/{one.name}": one for service in SERVICES for one in SERVICES[service].methods}
-STREAMS = {"Shards/Register", "Shards/LeaseRank", "Shards/Files", "Shards/Read", "Health/Check"}
+STREAMS = {f"Shards/{one}" for one in ("Register", "LeaseRank", "FollowLayouts", "Files", "Read")} | {"Health/Check"}
 NOT_GOOD = {
     "nobody": "", "no token": "hello", "a node's secret, as a token": "of this run's nodes",
     "one that was never made": "ls_0123456789ab_" + "a" * 43, "a bound too long": "ls_0123456789ab_" + "a" * 5000,

@@ -189,7 +189,7 @@ def test_every_field_at_its_bounds_has_a_typed_outcome_for_every_role(gated, cal
 # refused whatever the request says: there is no such tenant, no NVSHMEM and no publisher, and the caller is no shard
 REFUSED = {
     "Access/RemoveTenant", "Clients/World", "Events/Open", "Server/Resize",
-    "Shards/Files", "Shards/LeaseRank", "Shards/Read", "Shards/Register",
+    "Shards/Files", "Shards/FollowLayouts", "Shards/LeaseRank", "Shards/Read", "Shards/Register",
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
     ({"max_step_rows": 0}, "--max-step-rows"),
     ({"coordination": "chaos"}, "--coordination"),
     ({"node_rank": 1}, "^--node-rank: got 1"),
-    ({"nodes": 2}, "fewer shards"),
+    ({"nodes": 2, "data_port_base": 7500}, "fewer shards, and a server with --data-port-base 7500 cannot be resized"),
     ({"node_rank": "auto"}, "--node-rank: got auto with --nodes 1, expected 0"),
     ({"node_rank": "last"}, "--node-rank: got 'last', expected a rank from 0 on, or auto"),
     ({"node_rank": "-1"}, "--node-rank: got '-1', expected a rank"),

@@ -2,9 +2,13 @@
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from lora_server.control.adapters.records import Record
+from lora_server.control.members.nodes import NodeTable
+from lora_server.control.new_shards import NewShards
 from lora_server.control.resize import ResizeSupport
 from lora_server.errors import ConfigError, LeaseError, ServerUnavailableError
 from lora_server.registry.database import FILE, Database
@@ -12,10 +16,19 @@ from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
-from tests.support.controllers import ToldShard, make_controller
+from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import HANG_SECONDS, until
 
 OFFERED = ResizeSupport(refusal="")
+SOON = Timings(shard_poll=0.001)
+
+
+def followed(**settings):
+    """A controller with one shard, and the list of the layouts that its one node was to run."""
+    controller, ran = make_controller(resize=OFFERED, **settings), []
+    controller.start.registered.set()
+    node = controller.nodes.connect(0, lambda: ran.append(controller.nodes.layouts))
+    return controller, ToldShard(controller), node, ran
 
 
 @pytest.mark.parametrize(
@@ -24,8 +37,8 @@ OFFERED = ResizeSupport(refusal="")
         (
             "ep2-pp1",
             60,
-            ResizeSupport(refusal="a server with 2 nodes cannot"),
-            "got ep2-pp1, and a server with 2 nodes",
+            ResizeSupport(refusal="a server with 2 replicas cannot"),
+            "got ep2-pp1, and a server with 2 replicas cannot: start it with that --layout",
         ),
         ("ep2-pp1", 0, OFFERED, "--seconds: got 0, expected 1 to 3600"),
         ("ep1-pp1", 60, OFFERED, "expected another than the server's own"),
@@ -34,8 +47,8 @@ OFFERED = ResizeSupport(refusal="")
     ],
 )
 def test_a_resize_that_cannot_begin_says_why_and_starts_nothing(layout, seconds, support, error):
-    ran = []
-    controller = make_controller(resize=support._replace(run_layouts=ran.append))
+    ran, controller = [], make_controller(resize=support)
+    controller.nodes.connect(0, lambda: ran.append(controller.nodes.layouts))
     controller.start.registered.set()
     shard = ToldShard(controller)
     with pytest.raises(ConfigError, match=error):
@@ -45,14 +58,12 @@ def test_a_resize_that_cannot_begin_says_why_and_starts_nothing(layout, seconds,
 
 
 def test_a_resize_whose_shards_do_not_come_leaves_the_server_as_it_was():
-    ran, soon = [], Timings(drain_look=0.001)
-    controller = make_controller(resize=OFFERED._replace(run_layouts=ran.append), timings=soon)
-    controller.start.registered.set()
-    shard = ToldShard(controller)
-    with pytest.raises(ServerUnavailableError, match=r"not ready within 1 s \(starting: 0 of 2\)"):
+    controller, shard, _, ran = followed(timings=SOON)
+    late = r"not ready within 1 s \(starting: 0 of 2; not up are shards \[0, 1\] on node 0\); the server serves on"
+    with pytest.raises(ServerUnavailableError, match=late):
         controller.resize.run("ep2-pp1", 1)
     assert ran == [{1: "ep1-pp1", 2: "ep2-pp1"}, {1: "ep1-pp1"}]
-    assert controller.shards.beside is controller.adapters.sync.beside is None
+    assert controller.shards.other is controller.adapters.sync.other is None
     with pytest.raises(ServerUnavailableError):
         controller.resize.run("ep1-pp2", 1)
     assert ran[2] == {1: "ep1-pp1", 3: "ep1-pp2"}, "no number is used twice"
@@ -73,21 +84,89 @@ def test_a_client_of_an_earlier_controller_is_waited_for_until_it_says_by_what_i
     assert behind() == [1]
 
 
+def resizing(controller, thread, layout="ep2-pp1"):
+    """Resize in a thread, with HANG_SECONDS for each part."""
+    return thread.submit(controller.resize.run, layout, HANG_SECONDS)
+
+
+def test_a_node_that_cannot_start_its_shards_or_is_lost_ends_the_resize_by_name():
+    agreement = make_controller("ep1-pp1").agreement
+    nodes = NodeTable(agreement, 3)
+    controller, shard, first, ran = followed(timings=SOON, nodes=nodes)
+    second, third = nodes.connect(1, lambda: None), nodes.connect(2, lambda: None)
+    failures = {
+        "ep2-pp1 cannot be started: node 1: no memory": lambda: nodes.fail(1, max(nodes.layouts), "no memory"),
+        "ep2-pp1 cannot be started: node 1: its connection to the controller ended": lambda: nodes.disconnect(second),
+    }
+    with ThreadPoolExecutor(1) as thread:
+        for text, fail in failures.items():
+            resized = resizing(controller, thread)
+            until(lambda: len(nodes.layouts) == 2, "the nodes are to start its shards")
+            nodes.fail(2, max(nodes.layouts), "it has none of the shards, so this is no matter")
+            fail()
+            with pytest.raises(ServerUnavailableError, match=text):
+                resized.result(HANG_SECONDS)
+            assert ran[-1] == {1: "ep1-pp1"} and controller.agreement.generation == 1
+        with pytest.raises(ServerUnavailableError, match=r"shards \[1\] on node 1, which is not connected"):
+            thread.submit(controller.resize.run, "ep2-pp1", 1).result(HANG_SECONDS)
+    for connection in (first, third):
+        nodes.disconnect(connection)
+    shard.close()
+
+
+def test_nodes_with_other_flags_are_refused_and_a_rank_may_be_connected_twice_for_a_while():
+    nodes, other = NodeTable(make_controller().agreement, 2), make_controller("ep1-pp2").agreement
+    nodes.check(1, nodes.agreement.digest())
+    with pytest.raises(ConfigError, match=r"node 1: started with other settings than the controller's \(.*layout ep1"):
+        nodes.check(1, other.digest())
+    older, newer = (nodes.connect(1, lambda: None) for _ in range(2))
+    nodes.disconnect(older)
+    assert not nodes.failure(replace(other, generation=1))
+    nodes.disconnect(newer)
+    assert "node 1" in nodes.failure(replace(other, generation=1))
+    nodes.run({1: "ep1-pp1", 2: "ep1-pp2"})
+    assert not nodes.failure(replace(other, generation=2)), "it may come in time"
+
+
+def test_every_adapter_has_to_fit_together_with_the_pinned_ones_and_is_looked_at_once():
+    controller, sync = make_controller(), make_controller().adapters.sync
+    adapters, sizes = controller.adapters, sync.sizes
+    for handle in (1, 2):
+        adapters.catalog.publish(Record.decode(kept(f"a{handle}", handle).record))
+    sync.spread.add([1, 2])
+    new = NewShards(sync, controller.agreement, adapters, controller.nodes)
+    sizes.set_capacity(0, 10)
+    sizes.set_size(1, 0, 5)
+    assert not new.require_fit(), "one is not measured yet"
+    sizes.set_size(2, 0, 11)
+    with pytest.raises(ConfigError, match="no place for a2: 11 bytes are needed"):
+        new.require_fit()
+    sizes.set_size(2, 0, 6)
+    assert new.require_fit()
+    sizes.set_size(1, 0, 99)
+    assert new.require_fit(), "no version changes its size"
+    sizes.set_size(1, 0, 5)
+    adapters.admission.queue.capacity.set_pinned(frozenset([1]))
+    with pytest.raises(ConfigError, match=r"no place for a2: .*of which 5 are pinned"):
+        new.require_fit()
+
+
 def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_not():
     new = []
 
-    def run_layouts(layouts):
-        if 2 in layouts and not new:
-            digest = controller.arrivals.beside.digest()
+    def start():
+        if 2 in controller.nodes.layouts and not new:
+            digest = controller.arrivals.other.digest()
             new.extend(ToldShard(controller, shard=shard, generation=2, agreement=digest) for shard in range(2))
 
-    controller = make_controller(resize=OFFERED._replace(run_layouts=run_layouts), timings=Timings(drain_look=0.001))
+    controller = make_controller(resize=OFFERED, timings=SOON)
+    controller.nodes.connect(0, start)
     controller.start.registered.set()
     digest, old = controller.agreement.digest(), ToldShard(controller)
     controller.clients.leases.adopt([pb.Grant(client=1, epoch=1, key=b"1")], 1)
     controller.clients.heartbeat(Proof(1, 1, b"1"), generation=1)
     with ThreadPoolExecutor(1) as thread:
-        resized = thread.submit(controller.resize.run, "ep2-pp1", HANG_SECONDS)
+        resized = resizing(controller, thread)
         until(lambda: controller.resize.status().state == "moving", "the new shards serve")
         old.close()
         controller.arrivals.depart(old.handle)
