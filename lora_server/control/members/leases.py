@@ -196,13 +196,14 @@ class Leases:
             leases = sorted(self._leases.values(), key=lambda lease: lease.client)
             return [(lease, max(0.0, now + self.seconds - lease.expires)) for lease in leases]
 
-    def heartbeat_pause(self) -> float:
-        """Return the seconds that a client lets pass between two heartbeats, at least: the more clients, the longer,
-        up to a quarter of the lease."""
-        return min(self.seconds / 4, len(self) / HEARTBEATS)
-
     def __len__(self) -> int:
         return len(self._leases)
 
     def _horizon(self) -> float:
         return self._clock.now() + self.seconds
+
+
+def heartbeat_pause(clients: int, lease_seconds: float) -> float:
+    """Return the seconds that a client lets pass between two heartbeats, at least: the more clients, the longer, up to
+    a quarter of the lease."""
+    return min(lease_seconds / 4, clients / HEARTBEATS)

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from lora_server.access.identity import Identity
 from lora_server.control.adapters.records import record_of
 from lora_server.control.controller import Controller
-from lora_server.control.members.leases import EngineTraits
+from lora_server.control.members.leases import EngineTraits, heartbeat_pause
 from lora_server.control.reports.listing import adapter, page
 from lora_server.control.reports.status import status
 from lora_server.control.rpc.calls import Refusals
@@ -170,7 +170,7 @@ class ClientsService:
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
         endpoints = [one.registration.endpoint for one in level]
         move = self._controller.resize.move_for(request.generation)
-        pause = self._clients.leases.heartbeat_pause()
+        pause = heartbeat_pause(len(self._clients.leases), self._clients.leases.seconds)
         return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move, pause=pause)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
