@@ -33,8 +33,8 @@ def profile_vllm(
     provision simulate --engine-profile engine.json --mode coupled \\
         --cache-slots 8 --adapters 64 --request-rate 3 --mean-output-tokens 32
 
-    Run it in vLLM's environment, on a machine without other work. It takes about a minute per way to serve: without
-    adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
+    Run it in vLLM's environment, on a machine without other work. It takes a minute or two per way to serve:
+    without adapters, beside a LoRA server, and vLLM's own LoRA with each number of slots.
     """
     from lora_server import installed
 

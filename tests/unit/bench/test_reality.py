@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from bench import reality
 from bench.race import load
 from lora_server.cli import app
-from lora_server.demo import vllm_profile
+from lora_server.demo import profiled_vllm, vllm_profile
 from lora_server.demo.profiled_vllm import CellTimes
 from lora_server.errors import ConfigError
 from provisioning.model import engine_steps
@@ -50,6 +50,11 @@ def test_adapters_are_cold_where_a_load_is_measured_and_in_a_slot_where_a_step_i
     cold, held = asked[1], {*asked[2]}
     assert len(set(cold)) == len(cold) and held == set(NAMES[:4]) == {*asked[0][-4:]} and not {*cold} & held
     assert all({*names} == held for names in asked[3:]), "and the next round begins with these, too"
+
+
+def test_steps_are_timed_once_all_requests_of_a_batch_have_joined():
+    found = profiled_vllm.medians([[10, 40, 60, 90, 110, 130], [20, 30, 50, 70, 100, 130], [30]])
+    assert found == CellTimes(first_us=20, step_us=25)
 
 
 def test_a_batch_is_decoded_with_few_adapters_and_with_as_many_as_there_are():
