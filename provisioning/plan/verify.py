@@ -204,10 +204,13 @@ def _worth(item: Candidate) -> tuple[int, float, int]:
 
 
 def no_better(item: Candidate, refuted: Candidate) -> bool:
-    """Return whether no simulated figure differs; an exact tie of all is the same system."""
+    """Return whether no simulated figure differs; an exact tie of all is the same system.
+
+    With an engine profile all layouts have the same steps.
+    """
+    slower = item.decode_step_us >= refuted.decode_step_us and item.prompt_us >= refuted.prompt_us
     return (
         _slots(item) <= _slots(refuted)
-        and item.decode_step_us >= refuted.decode_step_us
-        and item.prompt_us >= refuted.prompt_us
         and item.load_us >= refuted.load_us
+        and (slower or item.scenario.engine_profile is not None)
     )

@@ -174,4 +174,5 @@ def trial_json(item: Trial) -> dict[str, Any]:
         "immediate_rate": item.verdict.immediate.mean,
         "interval": [item.verdict.immediate.low, item.verdict.immediate.high],
         "share_within_ttft_slo": item.verdict.within_ttft.mean,
+        "tpot_s": None if item.verdict.tpot_s is None else item.verdict.tpot_s.mean,
     }

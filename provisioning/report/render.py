@@ -188,9 +188,11 @@ def sizing(result: Result) -> Iterator[str]:
 
 def _tried(item: Trial) -> str:
     candidate, verdict = item.candidate, item.verdict
+    tpot = "" if verdict.tpot_s is None else f", TPOT {words.time(verdict.tpot_s.mean * 1e6)}"
     return (
         f"{words.count(candidate.gpus, 'GPU')} ({candidate.layout}, {words.count(candidate.slots, 'slot')}; simulated "
-        f"immediate admission {words.rate(verdict.immediate)}, within the TTFT SLO {verdict.within_ttft.mean:.4f})"
+        f"immediate admission {words.rate(verdict.immediate)}, within the TTFT SLO {verdict.within_ttft.mean:.4f}"
+        f"{tpot})"
     )
 
 

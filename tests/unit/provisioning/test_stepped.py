@@ -1,6 +1,7 @@
 """Plans that are judged step by step, by the engines' measured steps (`provision --engine-profile`)."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from provisioning.plan.coupled import coupled
 from provisioning.plan.judge import judge
 from provisioning.plan.stepped import stepped
 from provisioning.plan.verdict import worth
-from provisioning.plan.verify import system, verify
+from provisioning.plan.verify import no_better, system, verify
 from provisioning.simulation.steps import MOST_ENGINES
 from tests.support.provision import QWEN, check_refused, provision, question, typed
 
@@ -55,6 +56,9 @@ def test_a_plan_is_refuted_by_steps_that_the_model_does_not_know(tmp_path):
     assert model.chosen is not None
     found = verify(asked, model, 5)
     assert not found.choice.feasible and found.choice.binding == "tpot" and not found.verdict.meets_tpot
+    by_model = replace(model.chosen, mean_step_us=model.chosen.mean_step_us * 0.9)
+    clocked = replace(by_model, scenario=replace(by_model.scenario, engine_profile=None))
+    assert no_better(by_model, model.chosen) and not no_better(clocked, model.chosen), "the measured steps are the same"
 
 
 def test_coupled_engines_and_the_band_take_measured_steps_too(tmp_path):
@@ -108,4 +112,6 @@ def test_a_plan_says_what_its_ttft_and_tpot_are(tmp_path):
         "value": pytest.approx(2e4), "unit": "us", "kind": "measured",
         "source": "engine.json: made; of one request, as vLLM schedules",
     }  # fmt: skip
+    slow = provision(*asked, "--engine-profile", profiled(tmp_path, step_ms=60), "--max-gpus", 1)
+    assert slow.exit_code == 3 and "within the TTFT SLO 1.0000, TPOT" in slow.output.replace("\n", " ")
     assert "TTFT includes the prompt" in said["notes"][0] and np.isfinite(said["simulation"]["interval"]).all()
