@@ -203,10 +203,10 @@ class Arrivals:
         if leader is None:
             return
         said = leader.registration
-        told = pb.Follow(address=said.order_address, certificate=said.endpoint.certificate)
+        follow = pb.Follow(address=said.order_address, certificate=said.endpoint.certificate)
         for follower in stage.values() if shard == leader_index else [arrived]:
-            told.badge = badge_of(said.order_badge, follower.shard)
-            follower.commands.send(pb.ShardCommand(follow=told))
+            follow.badge = badge_of(said.order_badge, follower.shard)
+            follower.commands.send(pb.ShardCommand(follow=follow))
 
     def depart(self, handle: ShardHandle) -> None:
         """Remove a shard that lost its stream."""

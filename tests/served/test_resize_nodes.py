@@ -5,6 +5,8 @@ import re
 import signal
 import threading
 
+import pytest
+
 from client_connector.transformers import attach
 from lora_server.placement import Layout, share
 from tests.support.fleet import Fleet, now
@@ -63,6 +65,7 @@ def test_two_nodes_go_over_to_other_layouts_and_one_that_restarts_comes_back_in_
             assert answers(lora, load, "fused")
 
 
+@pytest.mark.long
 def test_a_node_that_dies_or_is_silent_before_the_new_shards_serve_is_named_and_the_old_ones_serve_on(load, tmp_path):
     """Four nodes, of which the last two are to start their first shards."""
     with running(load, tmp_path, 4) as nodes:

@@ -70,7 +70,7 @@ class PrewarmCommands:
 class ShardSync:
     """Sends the shards commands about adapters, and keeps what they report. Thread-safe.
 
-    `lock` orders commands: no shard loads an adapter after it was told to drop it. Hold it around a change of the
+    `lock` orders commands: no shard loads an adapter after the command to drop it. Hold it around a change of the
     catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.
     While the server is resized, `other` does the same for the placement that does not serve, under the same lock.
     """
@@ -145,7 +145,7 @@ class ShardSync:
         return handle.commands.send(shared, partial(self._loaded, handle, record))
 
     def _loaded(self, handle: ShardHandle, record: Record, error: LoraServerError | None) -> None:
-        """Take the outcome of a load. A shard's death is none: its successor is told again."""
+        """Take the outcome of a load. A shard's death is none: its successor is sent the load again."""
         with self.lock:
             if (owner := self.of(handle)) is not None and self._catalog.by_handle(record.handle) is not None:
                 owner._note_load(handle.shard, record, error)
@@ -177,7 +177,7 @@ class ShardSync:
         )
 
     def note(self, handle: int) -> list[PendingCommand]:
-        """Have every shard that was told of an adapter, or keeps its record, keep what the catalog says of it now."""
+        """Have every shard that knows an adapter, or keeps its record, keep what the catalog says of it now."""
         with self.lock:
             if (record := self._catalog.by_handle(handle)) is None:
                 return []
