@@ -123,20 +123,21 @@ class Exchange(Started):
                 self._fail_over(lane, error)
 
     def _patience(self, lane: Lane) -> float:
-        """Return until when (time.monotonic()) a lane may be silent. Shards that fell silent together are not waited
-        for one after the other, those of one host not at all once one of them was."""
-        if not self.lanes.has_spare(lane):
+        """Return until when (time.monotonic()) a lane may be silent before its twin is asked. Shards that fell silent
+        together are not waited for one after the other."""
+        if not self.lanes.has_twin(lane):
             return self.deadline
-        if self.lanes.is_suspect(lane):
+        if self.lanes.is_given_up(lane):
             return time.monotonic()
         failover = self.lanes.failover
         return min(self.deadline, max(self._began + failover, time.monotonic() + failover / 4))
 
     def _fail_over(self, lane: Lane, error: LoraServerError) -> None:
-        """Send what is in flight on a lane to the shard's twin; raises `error` without a twin, or time."""
+        """Send what is in flight on a lane to a twin's; raises `error` without time, or a lane that may answer."""
         if time.monotonic() >= self.deadline:
             raise error
-        spare = self.lanes.replace(lane, error)
+        if (spare := self.lanes.replace(lane, error)) is lane:
+            return
         with spare:
             spare.drain(self.deadline)
         flying, self._flying = self._flying, deque()
@@ -181,7 +182,7 @@ class Exchange(Started):
     def _refused(self, flying: _Flying, error: LoraServerError) -> None:
         """Send a step again, once, to a twin that may have the weights that the shard still loads; raises any other
         error."""
-        if self._asked_twin or not isinstance(error, AdapterNotLoadedError) or not self.lanes.has_spare(flying.lane):
+        if self._asked_twin or not isinstance(error, AdapterNotLoadedError) or not self.lanes.has_twin(flying.lane):
             raise error
         self._asked_twin = True
         self._flying.appendleft(flying)

@@ -77,7 +77,8 @@ class ShardLanes:
 
     It is the one to the replica that this client prefers. When that breaks, or had no answer for `failover` seconds,
     steps take a twin's lane, until the preferred one has answered or is connected again. The host of a silent shard is
-    a *suspect*, until it answers or for SUSPECT_SECONDS: its other shards are not waited for if twins are elsewhere.
+    *suspect* until that shard answers, or for SUSPECT_SECONDS: its other shards are not waited for where a twin is on
+    a host that is not.
     """
 
     def __init__(self, links: Collection[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
@@ -146,23 +147,33 @@ class ShardLanes:
         self._is_unsettled = bool(self._suspects) or any(not lane.is_good for lanes in self._lanes for lane in lanes)
 
     def is_suspect(self, lane: Lane) -> bool:
-        """Return whether another shard of the lane's host is silent."""
+        """Return whether a shard of the lane's host is silent, this one or another."""
         return lane.link.host in self._suspects
 
-    def has_spare(self, lane: Lane) -> bool:
-        """Return whether a shard has another lane that looks good, to a host that is no suspect."""
-        others = (one for one in self._lanes_of(lane) if one is not lane and one.is_good)
-        return self._twins is not None and not all(self.is_suspect(one) for one in others)
+    def is_given_up(self, lane: Lane) -> bool:
+        """Return whether a lane is not worth waiting for: its host is suspect, and that of a good twin is not."""
+        return self.is_suspect(lane) and any(not self.is_suspect(one) for one in self._spares(lane))
+
+    def has_twin(self, lane: Lane) -> bool:
+        """Return whether a shard has another lane that may answer, now or later."""
+        return self._twins is not None and any(one.broken is None for one in self._lanes_of(lane) if one is not lane)
+
+    def _spares(self, lane: Lane) -> list[Lane]:
+        """Return a shard's other lanes that are good, found out just now; those to suspect hosts come last."""
+        others = [one for one in self._lanes_of(lane) if one is not lane]
+        for one in others:
+            one.look()
+        return sorted((one for one in others if one.is_good), key=self.is_suspect)
 
     def replace(self, lane: Lane, error: LoraServerError) -> Lane:
-        """Choose a twin's lane instead of one that failed with `error`; raises that where there is none."""
-        for spare in sorted(self._lanes_of(lane), key=self.is_suspect):
-            if spare is not lane and spare.is_good:
-                spare.look()
-                if spare.is_good:
-                    break
-        else:
-            raise error
+        """Choose a twin's lane instead of one that failed with `error`. Where there is none, raise that, or keep a lane
+        that is silent: it may still answer."""
+        spare = next(iter(self._spares(lane)), None)
+        if spare is None:
+            if not isinstance(error, StepTimeoutError):
+                raise error
+            lane.broken = None
+            return lane
         if isinstance(error, StepTimeoutError):
             lane.broken, lane.is_silent = None, True
             if lane.link.host:

@@ -201,12 +201,13 @@ class RemoteSession(Session):
         log.info("connected to the shards of another layout", layout=move.layout, generation=move.generation)
 
     def _heartbeat(self, lease_seconds: float) -> None:
-        pause = self._server.timings.heartbeat
+        pause = usual = self._server.timings.heartbeat
         while not self._left.wait(min(lease_seconds / 4, pause)):
+            pause = usual  # if this one is lost: the lease goes on ending
             try:
                 twins, seconds = self.twins, lease_seconds / 2
                 reply = self._beat(seconds, twins.lacking() if twins is not None else ())
-                pause = max(reply.pause, self._server.timings.heartbeat)
+                pause = max(usual, reply.pause)
                 self._sender.report(restores=reply.forgot)
                 if reply.HasField("move") and reply.move.generation > self._moved_to:  # else it was offered already
                     self._offer_move(reply.move, time.monotonic() + seconds / 2)

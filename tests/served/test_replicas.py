@@ -141,6 +141,25 @@ def test_a_host_that_falls_silent_is_waited_for_once(nodes, load):
     until(lambda: nodes.degraded() == "", "they have registered again")
 
 
+def test_shards_that_fall_silent_on_both_hosts_fail_no_step_while_each_has_a_twin(nodes, load):
+    """Steps go to a twin on a host that is suspect, where the other twin is silent, too."""
+    with attach(load.model, nodes.first.address, transport="tcp", timeout_seconds=HANG_SECONDS) as lora:
+        with lora.adapters(load.names):
+            generate(load.model, load.batch, 1)
+            used = [lora.client.lanes[shard].shard for shard in range(2)]
+            stopped = [nodes.shards()[shard].pid for shard in (used[0], (used[1] + 2) % SHARDS)]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                began = now()
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+                assert now() - began < HANG_SECONDS, "no step had to wait for its deadline"
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+    until(lambda: nodes.degraded() == "", "they have registered again")
+
+
 def test_a_killed_node_fails_no_request(nodes, load, tmp_path):
     with undisturbed(nodes, load, tmp_path) as fleet:
         kill(nodes.all.pop())

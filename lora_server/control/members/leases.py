@@ -205,5 +205,5 @@ class Leases:
 
 def heartbeat_pause(clients: int, lease_seconds: float) -> float:
     """Return the seconds that a client lets pass between two heartbeats, at least: the more clients, the longer, up to
-    a quarter of the lease."""
-    return min(lease_seconds / 4, clients / HEARTBEATS)
+    a fifth of the lease."""
+    return min(lease_seconds / 5, clients / HEARTBEATS)

@@ -171,6 +171,7 @@ class ClientsService:
         endpoints = [one.registration.endpoint for one in level]
         move = self._controller.resize.move_for(request.generation)
         pause = heartbeat_pause(len(self._clients.leases), self._clients.leases.seconds)
+        pause = 0.0 if self._controller.resize.status().state else pause  # heartbeats tell clients to move
         return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move, pause=pause)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
