@@ -6,13 +6,13 @@ is repacked. All others are torch's GEMMs, which may use several threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels_cuda.ops import Pair, Step, placed
+from kernels_cuda.ops import Step, placed
 
 FEW_ROWS, SMALL_ELEMENTS = 4, 1 << 19  # at most: see bench/results/kernels_cpu-2026-11.md
 PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a millisecond or a few
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
     """Compute a step as `ops` defines it. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
-    Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the shrink.
+    Two passes: shrink all segments, scale and weight the rows of v, expand all.
     Without an out_map and in float32 the results go straight into `out_UO`, otherwise through one
     float32 buffer of N rows, and sums that are not float32 through another. Sums over the entries of an output row are
     in entry order.
@@ -35,8 +35,7 @@ def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
     """Compute `lora_step` in parts, so that the caller can do other work between them; done when the iterator ends."""
     v_NR = torch.empty(step.num_entries, max((s.block.a_RK.shape[0] for s in step.segments), default=0))
     yield from _shrink(step, v_NR.numpy())
-    if step.weights_N is not None:
-        v_NR.mul_(step.weights_N[:, None])
+    _scale(step, v_NR)
     exact = out_UO.dtype == torch.float32
     direct = step.out_map_N is None and exact
     delta_NO = out_UO if direct else torch.empty(step.num_entries, step.out_width, dtype=torch.float32)
@@ -67,7 +66,7 @@ def _copy(out_UO: torch.Tensor, from_UO: torch.Tensor) -> Iterator[None]:
 
 
 def _shrink(step: Step, v_NR: Floats) -> Iterator[None]:
-    """Compute v = scale * x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
+    """Compute v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     x_NK = rows_NK.float().numpy()
     for block, first, num_entries in step.segments:
@@ -75,7 +74,6 @@ def _shrink(step: Step, v_NR: Floats) -> Iterator[None]:
             a_RK = _window(block.a_RK, step.in_begin, x_NK.shape[1])
             v_nR = v_NR[first : first + num_entries, : a_RK.shape[0]]
             _times(x_NK[first : first + num_entries], a_RK, v_nR)
-            _scale(v_nR, block.pairs)
             yield
 
 
@@ -84,15 +82,20 @@ def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
     return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
-def _scale(v_nR: Floats, pairs: Sequence[Pair]) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):  # as in a GEMM
-        if len({pair.scale for pair in pairs}) == 1:
-            v_nR *= pairs[0].scale
-            return
-        column = 0
-        for pair in pairs:
-            v_nR[:, column : column + pair.a_RK.shape[0]] *= pair.scale
-            column += pair.a_RK.shape[0]
+def _scale(step: Step, v_NR: torch.Tensor) -> None:
+    """Multiply v by the scales of pairs and the weights of entries: in one call, unless the pairs of a block differ."""
+    scales, counts = list[float](), list[int]()
+    for block, first, num_entries in step.segments:
+        of_pairs = {pair.scale for pair in block.pairs}
+        if len(of_pairs) > 1:
+            ranks = [pair.a_RK.shape[0] for pair in block.pairs]
+            v_nR = v_NR[first : first + num_entries, : sum(ranks)]
+            for pair, v_nr in zip(block.pairs, v_nR.split(ranks, dim=1), strict=True):
+                v_nr.mul_(pair.scale)
+        scales.append(of_pairs.pop() if len(of_pairs) == 1 else 1.0)
+        counts.append(num_entries)
+    factor_N = torch.from_numpy(np.array(scales, np.float32).repeat(counts))
+    v_NR.mul_((factor_N if step.weights_N is None else factor_N * step.weights_N)[:, None])
 
 
 def _expand(step: Step, v_NR: Floats, delta_NO: Floats) -> Iterator[None]:
@@ -130,4 +133,4 @@ def _times(x_nK: Floats, w_OK: torch.Tensor, y_nO: Floats) -> None:
         return
     matrix_OK = w_OK.numpy()
     for x_K, y_O in zip(x_nK, y_nO, strict=True):
-        np.dot(matrix_OK, x_K, out=y_O)
+        matrix_OK.dot(x_K, out=y_O)
