@@ -137,12 +137,13 @@ class HostPacker(Packer[Message]):
         combine = given.weights is not None and message.map_N is not None
         out_rows, out_map_N = (message.rows_M, message.map_N) if combine else (message.pairs_P, message.pair_N)
         flags = slot.HAS_IN_MAP * (in_map_N is not None) | slot.HAS_OUT_MAP * (out_map_N is not None)
-        rows, entries = len(sent), len(message.pairs_P if message.pair_N is None else message.pair_N)
+        rows = sent.shape[0]  # len() of a tensor is a function of Python's
+        entries = (message.pairs_P if message.pair_N is None else message.pair_N).shape[0]
         row_bytes, scales = x.shape[1] * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(rows, self.dtype)
         at = slot.request_offsets(len(message.segments_S4), entries, flags, rows * row_bytes, scales)
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
-        counts = (rows, entries, len(message.segments_S4), len(out_rows))
+        counts = (rows, entries, len(message.segments_S4), out_rows.shape[0])
         header = self.header(link, seq, flags, budget_us, counts, at.end - slot.HEADER_BYTES)
         header.pack_into(memory)
         if entries:

@@ -90,10 +90,13 @@ def _scale(step: Step, v_NR: torch.Tensor) -> None:
         if len(of_pairs) > 1:
             ranks = [pair.a_RK.shape[0] for pair in block.pairs]
             v_nR = v_NR[first : first + num_entries, : sum(ranks)]
-            for pair, v_nr in zip(block.pairs, v_nR.split(ranks, dim=1), strict=True):
+            for pair, v_nr in zip(block.pairs, torch.split(v_nR, ranks, dim=1), strict=True):
                 v_nr.mul_(pair.scale)
         scales.append(of_pairs.pop() if len(of_pairs) == 1 else 1.0)
         counts.append(num_entries)
+    if step.weights_N is None and len(set(scales)) == 1:
+        v_NR.mul_(scales[0])
+        return
     factor_N = torch.from_numpy(np.array(scales, np.float32).repeat(counts))
     v_NR.mul_((factor_N if step.weights_N is None else factor_N * step.weights_N)[:, None])
 
@@ -120,9 +123,9 @@ def _expand(step: Step, v_NR: Floats, delta_NO: Floats) -> Iterator[None]:
 
 def _some_of(b_oR: torch.Tensor, num_entries: int) -> Iterable[tuple[torch.Tensor, int]]:
     """Cut B so that a result of so many entries has PART_ELEMENTS elements; return (rows of B, the first's index)."""
-    num = max(PART_ELEMENTS // max(num_entries, 1), 1)
-    if b_oR.shape[0] <= num:  # nearly always: a view would cost what a small GEMM does
+    if b_oR.shape[0] * num_entries <= PART_ELEMENTS:  # nearly always: a view would cost what a small GEMM does
         return ((b_oR, 0),)
+    num = max(PART_ELEMENTS // num_entries, 1)
     return ((b_oR[low : low + num], low) for low in range(0, b_oR.shape[0], num))
 
 

@@ -145,7 +145,10 @@ class RequestHeader(NamedTuple):
     @property
     def out_width(self) -> int:
         """Return the columns of the response: all windows side by side."""
-        return sum(end - begin for begin, end in self.windows)
+        width = 0
+        for begin, end in self.windows:  # at every step, several times: a generator costs more
+            width += end - begin
+        return width
 
     @property
     def where(self) -> str:

@@ -187,7 +187,7 @@ def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
 def linear_window(module: Any, spec: ModelSpec, site: Site) -> Window:
     """Return the columns of a dense site that a tensor-parallel rank has."""
     rank, size = module.tp_rank, module.tp_size
-    if site.projection in ("o", "down"):
+    if size == 1 or site.projection in ("o", "down"):
         return Window(rank * spec.in_width(site) // size, ((0, spec.out_width(site)),))
     replicas = getattr(module, "num_kv_head_replicas", 1)
     parts = []
