@@ -12,8 +12,9 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from lora_server.config import ServeConfig
-from lora_server.errors import ConfigError
+from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.leader import leader_of, leave
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
 from lora_server.wire.rpc import translate
 
@@ -28,12 +29,14 @@ class NodeCall:
         self._seconds, self._key, self._node = config.timings.handshake, secret.encode(), node
         self._address, self._name = str(config.controller), name or str(node)
         self._reports: _Reports = queue.SimpleQueue()
+        self._leader, self._is_late = leader_of(self._address), False
         self.answers: Iterator[pb.NodeCommand] = method(iter(self._reports.get, None))
 
     @contextlib.contextmanager
     def in_time(self) -> Iterator[None]:
-        """Cancel the call if the block takes too long. Turns gRPC's errors in it into ours."""
-        late = threading.Timer(self._seconds, self.close)
+        """End the call if the block takes too long; with a standby the next goes to the other controller. Turns gRPC's
+        errors in the block into ours."""
+        late = threading.Timer(self._seconds, self._give_up)
         late.daemon = True
         late.start()
         try:
@@ -48,7 +51,14 @@ class NodeCall:
         try:
             yield
         except grpc.RpcError as error:
+            if self._is_late:
+                raise ServerUnavailableError(f"server {self._leader}: no answer within {self._seconds:g} s") from None
             raise translate(cast(grpc.Call, error), self._address, self._seconds) from None
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        leave(self._address, self._leader)
+        self.close()
 
     def claim(self, claim: pb.RankClaim) -> None:
         """Send a claim, with a proof of the token. Raises ConfigError if the controller does not know that."""

@@ -26,6 +26,13 @@ def leader_of(addresses: str) -> str:
     return addresses.split(",")[_leaders.get(addresses, 0)]
 
 
+def leave(addresses: str, address: str) -> None:
+    """Let later calls go to the next of several addresses, if they go to this one, where nothing answered in time."""
+    if leader_of(addresses) == address:
+        given = addresses.split(",")
+        _leaders[addresses] = (given.index(address) + 1) % len(given)
+
+
 class LeaderChannel:
     """The part of grpc.Channel that calls use, over one channel per controller. Thread-safe."""
 

@@ -84,5 +84,8 @@ class RankLeases:
     def _is_free(self, rank: int) -> bool:
         if self._is_held(rank):
             return False
-        serving = self._shards.live().keys() - self._shards.lost().keys()  # also of nodes that were given this rank
-        return not serving & set(share(self._shards.layout.num_shards, self.nodes, rank))
+        for table in filter(None, (self._shards, self._shards.other)):
+            serving = table.live().keys() - table.lost().keys()  # also of nodes that were given this rank
+            if serving & set(share(table.layout.num_shards, self.nodes, rank)):
+                return False
+        return True
