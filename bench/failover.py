@@ -77,7 +77,10 @@ class Checked:
         detections.clear()
         timer = threading.Timer(dice.uniform(0, PAUSE_SECONDS), lambda: (began.append(time.perf_counter()), fault()))
         timer.start()
+        until = time.monotonic() + HEAL_SECONDS
         while shards & set(self.used()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"not within {HEAL_SECONDS:g} s: no step goes to {shards} any more")
             self.step()
             if detections and not ended:
                 ended = time.perf_counter()

@@ -130,7 +130,7 @@ def _some_of(b_oR: torch.Tensor, num_entries: int) -> Iterable[tuple[torch.Tenso
 
 
 def _times(x_nK: Floats, w_OK: torch.Tensor, y_nO: Floats) -> None:
-    """Compute y = x W."""
+    """Compute y = x Wᵀ; W of any float dtype that NumPy has, rows of x and y contiguous."""
     if len(x_nK) > FEW_ROWS or w_OK.numel() > SMALL_ELEMENTS or not w_OK.is_contiguous():
         torch.mm(torch.from_numpy(x_nK), w_OK.t(), out=torch.from_numpy(y_nO))
         return

@@ -29,7 +29,8 @@ Points = tuple[tuple[float, float], ...]
 class EngineSteps:
     """One way to serve. `decode` and `prompt` are (requests or tokens, s) by size.
 
-    `decode` is of as many adapters as there can be, `most_adapters` or one a request; each one fewer saves `adapter`.
+    `decode` is of as many adapters as there can be, `most_adapters` or one a request; each one fewer saves `adapter`,
+    but no step takes less than one with a single request of each adapter.
     """
 
     decode: Points
@@ -49,7 +50,9 @@ class EngineSteps:
         if not decoding:
             return _on_line(self.prompt, prompt_tokens)
         fewer = max(min(decoding, self.most_adapters) - adapters, 0)
-        decode_s = _on_line(self.decode, decoding) - fewer * _on_line(self.adapter, decoding)
+        saved_s = fewer * _on_line(self.adapter, min(decoding, self.adapter[-1][0]))
+        least_s = _on_line(self.decode, min(adapters, decoding))
+        decode_s = max(_on_line(self.decode, decoding) - saved_s, least_s)
         more_s = _on_line(self.prompt, decoding + prompt_tokens) - _on_line(self.prompt, decoding)
         return decode_s + max(more_s, 0.0)
 
@@ -85,7 +88,8 @@ class EngineProfile:
         model, ranks = self.of.get("model"), self.of.get("lora_ranks")
         if model != geometry:
             raise InputError(f"{self.where}: measured with model {model}, the question has {geometry}")
-        if not isinstance(ranks, list) or not min(ranks) <= lora_rank <= max(ranks):
+        known = [one for one in ranks if isinstance(one, int | float)] if isinstance(ranks, list) else []
+        if not known or not min(known) <= lora_rank <= max(known):
             raise InputError(f"{self.where}: measured with LoRA ranks {ranks}, the question has {lora_rank:g}")
 
     def steps(self, kind: Kind, slots: int = 0) -> EngineSteps:

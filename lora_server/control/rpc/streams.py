@@ -1,4 +1,5 @@
-"""The two directions of a stream, on the event loop, and other threads that have something to send."""
+"""Helpers of calls with streams both ways: wake the event loop when another thread has something to send, and run the
+sender and the receiver until one of them ends."""
 
 from __future__ import annotations
 

@@ -147,6 +147,13 @@ def test_fewer_adapters_and_prompts_beside_a_batch_take_what_was_measured(tmp_pa
         engine_steps.read(file).steps("server", 0)
 
 
+def test_what_few_adapters_save_leaves_a_step_the_time_of_one_request_of_each():
+    how = {"decode": ((16.0, 0.05), (32.0, 0.06)), "adapter": ((8.0, 0.001), (32.0, 0.002)), "most_adapters": 32}
+    steps = replace(STEPS, **how)
+    assert steps.step_s(32, 0, 1) == pytest.approx(0.05), "not 0.06 - 31 * 0.002"
+    assert steps.step_s(256, 0, 1) == pytest.approx(0.2 - 31 * 0.002), "no saving grows beyond the largest batch"
+
+
 def test_a_step_is_charged_for_the_adapters_of_its_batch():
     how = {"decode": ((1.0, 1.0), (32.0, 32.0)), "adapter": ((2.0, 0.5),), "most_adapters": 32}
     for second, step_s in ((0, 1.5), (1, 2.0)):
