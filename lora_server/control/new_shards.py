@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from lora_server.control.adapters.catalog import name_of
 from lora_server.control.adapters.server_adapters import ServerAdapters
+from lora_server.control.admission.service import MOST_NAMED
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.nodes import NodeTable
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import ServerUnavailableError
+from lora_server.errors import AdapterLoadError, ServerUnavailableError
 
 
 class NewShards:
@@ -19,6 +21,7 @@ class NewShards:
         self._adapters, self._nodes = adapters, nodes
         self._fitting: set[int] = set()  # handles of adapters that fit, together with these pinned ones
         self._pinned: frozenset[int] = frozenset()
+        self.unchecked: list[int] = []  # handles that `require_fit` is to check once they are measured
 
     def require_sound(self) -> None:
         """Raise ServerUnavailableError once a node cannot start its shards, or a shard that was up is lost."""
@@ -39,28 +42,52 @@ class NewShards:
         """Return the shards that are not up."""
         return self.sync.shards.missing()
 
-    def require_fit(self) -> bool:
-        """Raise ConfigError where what is in use and pinned does not fit, or another adapter does not. Return False
-        while the shards have not measured all of them: they measure those that all shards know."""
-        admission, layout = self._adapters.admission, str(self.agreement.layout)
+    def require_fit(self) -> None:
+        """Check what these shards have measured: what is in use and pinned together, and each other adapter with the
+        pinned ones. `unchecked` are those that they are still to measure.
+
+        An adapter that is not in use is left out while a node lacks its files, or where it fails on the serving shards
+        as well. Raises ConfigError where any does not fit, AdapterLoadError where any other cannot be loaded here.
+        """
+        admission, sizes, layout = self._adapters.admission, self.sync.sizes, str(self.agreement.layout)
         active, pinned = admission.active(), admission.queue.capacity.pinned
         if pinned != self._pinned:
             self._pinned, self._fitting = pinned, set()
-        unchecked = [one for one in list(self.sync.spread.on_all) if one not in self._fitting]
-        served = [one for one in unchecked if not self._adapters.sync.residency.error(one)]
-        measured = [one for one in served if self.sync.sizes.unmeasured([one]) is None]
-        if self.sync.sizes.unmeasured(active) is None:
-            admission.require_fit(self.sync.sizes, active, layout)
-        for handle in measured:
-            admission.require_fit(self.sync.sizes, {handle}, layout)
-            self._fitting.add(handle)
-        return len(measured) == len(served)
+        admission.require_fit(sizes, {one for one in active if sizes.unmeasured([one]) is None}, layout)
+        self.unchecked = []
+        for handle in [one for one in list(self.sync.spread.on_all) if one not in self._fitting]:
+            if reason := self.sync.residency.error(handle):
+                if handle in active or not self._adapters.sync.residency.error(handle):
+                    raise AdapterLoadError(
+                        f"{layout}: adapter {name_of(self._adapters.catalog, handle)} cannot be loaded there, so that "
+                        f"its fit is unknown: {reason}; mend or remove it, or unpin it if no request uses it"
+                    )
+            elif sizes.unmeasured([handle]) is None:
+                admission.require_fit(sizes, {handle}, layout)
+                self._fitting.add(handle)
+            elif handle in active or not self.sync.residency.is_remote(handle):
+                self.unchecked.append(handle)
 
     def loaded(self) -> tuple[int, int]:
         """Return how many of the adapters that are in use and loaded now are loaded on these shards, and how many there
         are."""
-        wanted = [one for one in self._adapters.admission.active() if self._adapters.sync.state(one) == "ready"]
+        wanted = self._wanted()
         return sum(self.sync.state(one) == "ready" for one in wanted), len(wanted)
+
+    def _wanted(self) -> list[int]:
+        return [one for one in self._adapters.admission.active() if self._adapters.sync.state(one) == "ready"]
+
+    def awaited(self) -> str:
+        """Say which adapters these shards have not measured, or loaded, and why the last load of one failed."""
+        lacking = [one for one in self._wanted() if self.sync.state(one) != "ready"]
+        handles = sorted({*self.unchecked, *lacking})
+        if not handles:
+            return ""
+        names = [name_of(self._adapters.catalog, one) or str(one) for one in handles[:MOST_NAMED]]
+        reasons = (self.sync.residency.error(one, last_load=True) for one in handles)
+        reason = next(filter(None, reasons), "")
+        more = f" and {len(handles) - len(names)} others" if len(handles) > len(names) else ""
+        return f"; not loaded are {', '.join(names)}{more}" + (f": {reason}" if reason else "")
 
     @property
     def is_settled(self) -> bool:

@@ -93,8 +93,9 @@ class Resize:
         """Serve in another layout: wait up to `seconds` for its shards to be loaded, and as long again for the clients
         to move. A client that does not come in time loses its lease, and joins again.
 
-        Raises ConfigError for a layout that cannot be had, and says what it needs, ServerUnavailableError if its shards
-        are lost or late, ServerBusyError. The server serves on as it did.
+        Raises ConfigError for a layout that cannot be had, and says what it needs, AdapterLoadError for an adapter that
+        cannot be loaded there, ServerUnavailableError if its shards are lost or late, ServerBusyError. Then the server
+        serves on as it did.
         """
         if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
             raise ConfigError(f"--seconds: got {seconds:g}, expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
@@ -179,7 +180,8 @@ class Resize:
     def _load(self, new: NewShards, deadline: float, seconds: float) -> None:
         """Wait until the new shards have what is in use, and for a while for what else fits them.
 
-        Raises ConfigError where it does not fit, ServerUnavailableError if they are lost, or late.
+        Raises ConfigError where it does not fit, AdapterLoadError where it cannot be loaded, ServerUnavailableError if
+        they are lost, or late.
         """
         layout, warm_until = new.agreement.layout, min(deadline, self._clock.now() + self._timings.resize_warm)
         pause = threading.Event()
@@ -190,13 +192,14 @@ class Resize:
             missing = new.missing()
             self._note("starting", new.agreement, layout.num_shards - len(missing), layout.num_shards)
             if not missing:
-                all_fit, (loaded, wanted) = new.require_fit(), new.loaded()
+                new.require_fit()
+                loaded, wanted = new.loaded()
                 self._note("loading", new.agreement, loaded, wanted)
-                if all_fit and loaded == wanted and (new.is_settled or self._clock.now() > warm_until):
+                if not new.unchecked and loaded == wanted and (new.is_settled or self._clock.now() > warm_until):
                     return
             if self._clock.now() > deadline:
                 done = f"{self._progress.state}: {self._progress.done} of {self._progress.total}"
-                where = f"; not up are {self._parts.nodes.where(layout, missing)}" if missing else ""
+                where = f"; not up are {self._parts.nodes.where(layout, missing)}" if missing else new.awaited()
                 raise ServerUnavailableError(
                     f"{layout} was not ready within {seconds:g} s ({done}{where}); the server serves on as it did: see "
                     "the node's log, or give it longer with --seconds"

@@ -51,8 +51,9 @@ def resized(nodes, layout, generation):
 
 def test_two_nodes_go_over_to_other_layouts_and_one_that_restarts_comes_back_in_the_new_one(load, tmp_path):
     with running(load, tmp_path, 2) as nodes:
+        resized(nodes, "ep2-pp2", 2)  # node 1 has fetched no adapter yet
         with no_request_fails(load, nodes, tmp_path) as fleet:
-            for generation, layout in enumerate(("ep2-pp2", "ep1-pp1", "ep2-pp2"), start=2):
+            for generation, layout in enumerate(("ep1-pp1", "ep2-pp2"), start=3):
                 resized(nodes, layout, generation)
                 fleet.all_right_again(now())
         first, killed = nodes.all[0], nodes.all.pop()

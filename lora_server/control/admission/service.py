@@ -25,7 +25,7 @@ from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle, SharedCommand
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.control.sync.sizes import PoolSizes
-from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError, rebuild
+from lora_server.errors import AdapterLoadError, ConfigError, ServerUnavailableError, UnknownAdapterError, rebuild
 from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -213,9 +213,14 @@ class AdmissionService:
     def swap(self, other: ShardSync, layout: str) -> None:
         """Admit by the pools of the other placement's shards from now on, and serve from these.
 
-        Raises ConfigError, and changes nothing, where what is in use does not fit there.
+        Raises, and changes nothing: ConfigError where what is in use does not fit there, ServerUnavailableError where
+        that is not measured there.
         """
         with self._changed:
+            if (shard := other.sizes.unmeasured(self.active())) is not None:
+                raise ServerUnavailableError(
+                    f"{layout}: an adapter came into use that its shard {shard} has not measured; try again"
+                )
             self.require_fit(other.sizes, self.active(), layout)
             self._sync.swap(other)
             self.queue.capacity.move_to(self._sync.sizes)

@@ -10,7 +10,7 @@ from lora_server.control.adapters.records import Record
 from lora_server.control.members.nodes import NodeTable
 from lora_server.control.new_shards import NewShards
 from lora_server.control.resize import ResizeSupport
-from lora_server.errors import ConfigError, LeaseError, ServerUnavailableError
+from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, ServerUnavailableError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import Timings
@@ -128,27 +128,109 @@ def test_nodes_with_other_flags_are_refused_and_a_rank_may_be_connected_twice_fo
     assert not nodes.failure(replace(other, generation=2)), "it may come in time"
 
 
-def test_every_adapter_has_to_fit_together_with_the_pinned_ones_and_is_looked_at_once():
-    controller, sync = make_controller(), make_controller().adapters.sync
-    adapters, sizes = controller.adapters, sync.sizes
+@pytest.fixture
+def measuring():
+    """A controller of two adapters, and the new shards of a resize: two, with pools of 10 bytes, that know both."""
+    controller = make_controller()
     for handle in (1, 2):
-        adapters.catalog.publish(Record.decode(kept(f"a{handle}", handle).record))
-    sync.spread.add([1, 2])
-    new = NewShards(sync, controller.agreement, adapters, controller.nodes)
-    sizes.set_capacity(0, 10)
-    sizes.set_size(1, 0, 5)
-    assert not new.require_fit(), "one is not measured yet"
-    sizes.set_size(2, 0, 11)
+        controller.adapters.catalog.publish(Record.decode(kept(f"a{handle}", handle).record))
+    new = make_controller("ep2-pp1").adapters.sync
+    for sync in (controller.adapters.sync, new):
+        sync.spread.add([1, 2])
+    for shard in range(2):
+        new.sizes.set_capacity(shard, 10)
+    return controller, NewShards(new, controller.agreement, controller.adapters, controller.nodes)
+
+
+def measure(new, handle, *sizes):
+    """Have each of the new shards measure an adapter."""
+    for shard, nbytes in enumerate(sizes):
+        new.sync.sizes.set_size(handle, shard, nbytes)
+
+
+def pin(controller, *handles):
+    controller.adapters.admission.queue.capacity.set_pinned(frozenset(handles))
+    controller.adapters.admission.queue.update()
+
+
+def test_every_adapter_has_to_fit_together_with_the_pinned_ones_and_is_looked_at_once(measuring):
+    controller, new = measuring
+    measure(new, 1, 5, 5)
+    new.require_fit()
+    assert new.unchecked == [2] and new.awaited() == "; not loaded are a2"
+    measure(new, 2, 11, 0)
     with pytest.raises(ConfigError, match="no place for a2: 11 bytes are needed"):
         new.require_fit()
-    sizes.set_size(2, 0, 6)
-    assert new.require_fit()
-    sizes.set_size(1, 0, 99)
-    assert new.require_fit(), "no version changes its size"
-    sizes.set_size(1, 0, 5)
-    adapters.admission.queue.capacity.set_pinned(frozenset([1]))
+    measure(new, 2, 6, 0)
+    new.require_fit()
+    assert not new.unchecked and not new.awaited()
+    measure(new, 1, 99, 0)
+    new.require_fit()  # no version changes its size
+    measure(new, 1, 5, 0)
+    pin(controller, 1)
     with pytest.raises(ConfigError, match=r"no place for a2: .*of which 5 are pinned"):
         new.require_fit()
+
+
+@pytest.mark.parametrize("is_active", [True, False], ids=["active", "idle"])
+def test_an_adapter_that_failed_on_the_serving_shards_is_checked_where_the_new_ones_can_load_it(measuring, is_active):
+    controller, new = measuring
+    controller.adapters.sync.residency.opened(1, 0, "cannot read /x")
+    if is_active:
+        pin(controller, 1)
+    measure(new, 2, 1, 1)
+    new.require_fit()
+    assert new.unchecked == [1], "it is waited for"
+    measure(new, 1, 11, 1)
+    with pytest.raises(ConfigError, match="no place for a1: 11 bytes are needed"):
+        new.require_fit()
+
+
+def test_what_is_in_use_is_checked_as_soon_as_its_measured_part_does_not_fit(measuring):
+    controller, new = measuring
+    controller.adapters.catalog.publish(Record.decode(kept("a3", 3).record))
+    new.sync.spread.add([3])
+    pin(controller, 1, 2, 3)
+    measure(new, 1, 6, 6)
+    measure(new, 2, 5, 5)
+    with pytest.raises(ConfigError, match="no place for a1, a2: 11 bytes are needed together"):
+        new.require_fit()
+
+
+def test_an_adapter_that_the_new_shards_cannot_load_is_named_unless_it_is_idle_and_fails_everywhere(measuring):
+    controller, new = measuring
+    serving = controller.adapters.sync.residency
+    measure(new, 2, 1, 1)
+    new.sync.residency.opened(1, 1, "cannot read /x")
+    with pytest.raises(AdapterLoadError, match=r"ep1-pp1: adapter a1 cannot be loaded there, .*: cannot read /x; mend"):
+        new.require_fit()
+    serving.opened(1, 0, "cannot read /x")
+    new.require_fit()
+    assert not new.unchecked
+    pin(controller, 1)
+    with pytest.raises(AdapterLoadError, match="unpin it"):
+        new.require_fit()
+
+
+def test_an_idle_adapter_whose_files_a_node_lacks_is_not_waited_for(measuring):
+    controller, new = measuring
+    measure(new, 2, 1, 1)
+    measure(new, 1, 1)
+    new.sync.residency.report(1, pb.Residency(handle=1, remote=True))
+    new.require_fit()
+    assert not new.unchecked
+    pin(controller, 1)
+    new.require_fit()
+    assert new.unchecked == [1], "a shard that has to load it fetches it"
+
+
+def test_no_layout_serves_before_it_has_measured_what_is_in_use(measuring):
+    controller, new = measuring
+    pin(controller, 1)
+    measure(new, 1, 1)
+    with pytest.raises(ServerUnavailableError, match="ep2-pp1: an adapter came into use that its shard 1 has not"):
+        controller.adapters.admission.swap(new.sync, "ep2-pp1")
+    assert controller.shards.layout.num_shards == 1
 
 
 def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_not():
