@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, one_line_errors, print_json
-from lora_server.errors import LoraServerError
+from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.units import count
 from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
+TAKE_OVER_SECONDS = 30.0  # until another controller has taken over from one that died, and answers
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
 POLL_SECONDS = 0.3  # between two calls for the progress
 WHAT = {"starting": "shards up", "loading": "adapters in use loaded", "moving": "clients moved"}
@@ -35,7 +37,18 @@ def resize(
     ones stop. Refused, and nothing changes, where adapters do not fit or a node cannot start its shards.
     """
 
-    reply = _resize(server, layout, seconds)
+    from lora_server.wire import lora_server_pb2 as pb
+
+    before = ask(server, "Server", "Status", pb.StatusRequest())
+    try:
+        reply = _resize(server, layout, seconds)
+    except ServerUnavailableError as error:
+        generation = _taken_over(server, layout, before, error)
+        if as_json:
+            print_json({"layout": layout, "generation": generation, "moved": None, "ended": None, "seconds": None})
+        else:
+            typer.echo(f"serving as {layout}: another controller has taken over; clients that had not moved join again")
+        return
     if as_json:
         print_json({"layout": layout, **fields(reply)})
         return
@@ -54,11 +67,7 @@ def _resize(server: str, layout: str, seconds: float) -> pb.ResizeReply:
 
         def show() -> None:
             while not ended.wait(POLL_SECONDS):
-                try:
-                    now = ask(server, "Server", "Status", pb.StatusRequest()).resize
-                except LoraServerError:
-                    continue
-                if now.state:
+                if (found := _status(server)) is not None and (now := found.resize).state:
                     progress.update(task, description=WHAT[now.state], completed=now.done, total=now.total)
 
         watching = threading.Thread(target=show, daemon=True)
@@ -69,4 +78,34 @@ def _resize(server: str, layout: str, seconds: float) -> pb.ResizeReply:
         finally:
             ended.set()
             watching.join(SLACK_SECONDS)
+    return reply
+
+
+def _taken_over(server: str, layout: str, before: pb.StatusReply, error: ServerUnavailableError) -> int:
+    """Return the generation in which another controller serves the layout, after the one that was asked died.
+
+    Raises `error` where there is no other, and where that one does not serve the layout.
+    """
+    deadline = time.monotonic() + TAKE_OVER_SECONDS
+    while (now := _status(server)) is None:
+        if time.monotonic() > deadline:
+            raise error
+        time.sleep(POLL_SECONDS)
+    if (now.pid, now.leader_epoch) == (before.pid, before.leader_epoch):
+        raise error
+    if now.layout == layout and now.generation > before.generation:
+        return int(now.generation)
+    raise ServerUnavailableError(
+        f"{error}; another controller has taken over, and serves on as {now.layout}: not resized, try again"
+    )
+
+
+def _status(server: str) -> pb.StatusReply | None:
+    """Ask for the server's status; None without an answer."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    try:
+        reply: pb.StatusReply = ask(server, "Server", "Status", pb.StatusRequest())
+    except LoraServerError:
+        return None
     return reply

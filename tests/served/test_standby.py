@@ -1,6 +1,7 @@
 """A server with two controllers: one leads, the other stands by and takes over. On one host, with a real PostgreSQL."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
 from tests.support.postgres import host_of, running_postgres
-from tests.support.resizing import resize
+from tests.support.resizing import children_of, placed, resize, shards
 from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -103,6 +104,17 @@ class Pair:
     def is_standby(self, one, leader):
         return one.get("/readyz") == (503, f"this controller stands by: {leader.address} leads\n")
 
+    def leader_dies(self):
+        """Kill the controller that leads, and stop its node until the other one leads; return both as they are then."""
+        leader, standby = self.wait_settled()
+        leader.process.send_signal(signal.SIGSTOP)
+        try:
+            os.kill(server_status(leader.address).pid, signal.SIGKILL)
+            until(lambda: ready(standby.address), "the standby leads")
+        finally:
+            leader.process.send_signal(signal.SIGCONT)
+        return standby, leader
+
     def changes(self, method, **fields):
         """Whether a change is made now."""
         try:
@@ -126,6 +138,28 @@ def pair(postgres, load, tmp_path_factory):
         it.start(0)
         it.wait_settled()
         yield it
+
+
+@contextlib.contextmanager
+def two_nodes(directory, load, url):
+    """A pair whose server has a second node; yields that, too."""
+    with Pair(directory, load, url, "--nodes", "2") as pair:
+        started = pair.start(0), pair.start(1)
+        other = pair.all["other"] = launch(directory / "other", *pair.flags, "--node-rank", "1")
+        assert pair.wait_settled() == started
+        yield pair, other
+
+
+@contextlib.contextmanager
+def resizing(pair, layout):
+    """Yield a list that has what came of a resize once the block has ended."""
+    said = []
+    asking = threading.Thread(target=lambda: said.append(resize(pair.address, layout)))
+    asking.start()
+    try:
+        yield said
+    finally:
+        asking.join()
 
 
 def test_a_standby_refuses_calls_and_names_the_leader(pair):
@@ -184,12 +218,7 @@ def test_a_standby_leads_the_layout_that_the_server_was_resized_to(pair, load, t
         done = resize(pair.address, "ep1-pp2")
         assert done.returncode == 0, done.stderr
         before = server_status(pair.address)
-        os.kill(leader.process.pid, signal.SIGSTOP)
-        try:
-            os.kill(before.pid, signal.SIGKILL)
-            until(lambda: ready(standby.address), "the standby leads")
-        finally:
-            os.kill(leader.process.pid, signal.SIGCONT)
+        assert pair.leader_dies() == (standby, leader)
         after = server_status(pair.address)
         assert (after.layout, after.generation) == ("ep1-pp2", before.generation)
         assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
@@ -307,6 +336,61 @@ def test_the_death_of_node_0_fails_no_request_where_there_are_a_standby_and_a_re
             assert pair.wait_settled() == (standby, node)
             fleet.all_right_again(now())
             assert set(fleet.check()) == {"right"}
+
+
+@pytest.mark.long
+def test_a_standby_that_leads_in_the_middle_of_a_resize_undoes_it_before_engines_move(postgres, load, tmp_path):
+    """On two nodes, of which the second is late with its new shards. No request fails."""
+    with two_nodes(tmp_path, load, postgres) as (pair, other):
+        with Fleet(load, pair.address, tmp_path, ("shm", "tcp")) as fleet:
+            fleet.all_right_again(now())
+            serving = shards(pair.address)
+            with resizing(pair, "ep2-pp2") as said:
+                until(lambda: set(children_of(other)) - set(serving), "a new shard of the second node")
+                stopped = (set(children_of(other)) - set(serving)).pop()
+                stopped.suspend()  # it never comes up
+                until(lambda: server_status(pair.address).resize.done == 3, "the other new shards are up")
+                pair.leader_dies()
+                stopped.kill()
+            assert said[0].returncode == 1, said[0].stdout
+            assert "another controller has taken over, and serves on as ep2-pp1: not resized" in said[0].stderr
+            assert placed(pair.address) == ("ep2-pp1", 1) and shards(pair.address) == serving
+            until(lambda: {*children_of(pair.all[0]), *children_of(other)} == set(serving), "the new shards ended")
+            fleet.all_right_again(now())
+            done = resize(pair.address, "ep2-pp2")
+            assert done.returncode == 0, done.stderr
+            fleet.all_right_again(now())
+            assert set(fleet.check()) == {"right"}
+
+
+@pytest.mark.long
+def test_a_standby_that_leads_while_engines_move_completes_the_resize(postgres, load, tmp_path):
+    """On two nodes. An engine that was stopped meanwhile gets typed errors, and joins again; no other notices."""
+    for name in ("quick", "slow"):
+        (tmp_path / name).mkdir()
+    with (
+        two_nodes(tmp_path, load, postgres) as (pair, _),
+        Fleet(load, pair.address, tmp_path / "quick", ("shm", "tcp")) as quick,
+        Fleet(load, pair.address, tmp_path / "slow", ("tcp",)) as slow,
+    ):
+        for fleet in (quick, slow):
+            fleet.all_right_again(now())
+        serving, (stopped,) = shards(pair.address), slow.engines
+        stopped.process.send_signal(signal.SIGSTOP)
+        with resizing(pair, "ep2-pp2") as said:
+            until(lambda: server_status(pair.address).resize.state == "moving", "the new shards serve")
+            until(lambda: server_status(pair.address).resize.done == 2, "the others have moved")
+            new = shards(pair.address)
+            pair.leader_dies()
+        assert said[0].returncode == 0, said[0].stderr
+        found = {"layout": "ep2-pp2", "generation": 2, "moved": None, "ended": None, "seconds": None}
+        assert json.loads(said[0].stdout) == found
+        assert placed(pair.address) == ("ep2-pp2", 2) and shards(pair.address) == new
+        all_gone(serving)
+        stopped.process.send_signal(signal.SIGCONT)
+        for fleet in (quick, slow):
+            fleet.all_right_again(now())
+        assert set(quick.check()) == {"right"} and slow.check()["right"]
 
 
 # ---- the lock and the epoch
