@@ -23,8 +23,8 @@ from tests.support.workload import Workload
 # wide enough that rows are nearly all of a message, as in a model that is served
 SIZES = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1792, "head_dim": 128}
 NAMES, PROMPT, NEW_TOKENS, LORA_RANK = ("a", "b", "c", "d"), 48, 17, 4
-IDLE_SECONDS = 3.0
-BAR = 0.05
+ROUNDS, IDLE_SECONDS = 5, 1.0  # of measuring
+BAR = 0.05  # for the median of the rounds
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,8 @@ def planned(load):
 
 
 def measured(load, hosts):
-    """Return what crossed the hosts' wires for such a token, without what crosses them while none is computed."""
+    """Return what crossed the hosts' wires for such a token, of each round, to shards and back; without what crosses
+    them while none is computed."""
 
     def carried(act):
         before, began = np.array([host.carried() for host in hosts]), time.monotonic()
@@ -62,15 +63,19 @@ def measured(load, hosts):
         seconds = time.monotonic() - began
         return (np.array([host.carried() for host in hosts]) - before).sum(0), seconds
 
-    idle, window = carried(lambda: time.sleep(IDLE_SECONDS))  # to see heartbeats and reports
+    def measure_once():
+        idle, window = carried(lambda: time.sleep(IDLE_SECONDS))  # to see heartbeats and reports
 
-    def of_tokens(new_tokens):
-        found, seconds = carried(lambda: generate(load.model, load.batch, new_tokens))
-        return found - idle * seconds / window
+        def of_tokens(new_tokens):
+            found, seconds = carried(lambda: generate(load.model, load.batch, new_tokens))
+            return found - idle * seconds / window
 
-    prompts, both = of_tokens(1), of_tokens(NEW_TOKENS)
-    batch = len(load.batch)
-    return {"decoded": (both - prompts) / (batch * (NEW_TOKENS - 1)), "prompt": prompts / (batch * PROMPT)}
+        prompts, both = of_tokens(1), of_tokens(NEW_TOKENS)
+        batch = len(load.batch)
+        return (both - prompts) / (batch * (NEW_TOKENS - 1)), prompts / (batch * PROMPT)
+
+    decoded, prompt = zip(*(measure_once() for _ in range(ROUNDS)), strict=True)
+    return {"decoded": np.array(decoded), "prompt": np.array(prompt)}
 
 
 def test_a_token_takes_the_bytes_that_the_planner_counts(wide, tmp_path):
@@ -81,6 +86,7 @@ def test_a_token_takes_the_bytes_that_the_planner_counts(wide, tmp_path):
                 generate(wide.model, wide.batch, 2)  # from here on all weights are loaded
                 found = measured(wide, cluster.at)
     for what, expected in planned(wide).items():
-        ratio = found[what] / expected
-        print(f"{what} token: {found[what].round()} bytes to shards and back, {ratio.round(4)} of the planner's")
+        rounds = found[what] / expected
+        ratio = np.median(rounds, 0)
+        print(f"{what} token: {ratio.round(4)} of the planner's bytes to shards and back; {rounds.round(4).tolist()}")
         assert (abs(ratio - 1) <= BAR).all(), (what, found[what], expected)
