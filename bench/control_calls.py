@@ -41,7 +41,7 @@ class AnsweringShard:
 
     def __init__(self, controller: Controller, shard: int) -> None:
         digest = controller.agreement.digest()
-        registration = pb.Registration(shard=shard, instance=str(shard), agreement=digest, pool_bytes=POOL)
+        registration = pb.Registration(shard=shard, instance=str(shard), agreement_digest=digest, pool_bytes=POOL)
         self._controller = controller
         self._layers = len(controller.agreement.placement.layers(shard))
         self.handle: ShardHandle = controller.arrivals.arrive(registration, [])

@@ -28,8 +28,8 @@ BYTES, POOL = 1 << 12, 1 << 40
 class FakeShard:
     """A shard that is a stream to the controller and nothing else."""
 
-    def __init__(self, address: str, shard: int, placement: Placement, agreement: str) -> None:
-        self._shard, self._agreement = shard, agreement
+    def __init__(self, address: str, shard: int, placement: Placement, digest: str) -> None:
+        self._shard, self._digest = shard, digest
         self._layers, self._loaded = len(placement.layers(shard)), set[int]()
         self.stream = ControllerStream(
             address, Credentials(node_secret=TOKEN), self._registration, self._execute, self._has
@@ -40,7 +40,7 @@ class FakeShard:
             shard=self._shard,
             node=self._shard,
             pid=os.getpid(),
-            agreement=self._agreement,
+            agreement_digest=self._digest,
             endpoint=pb.Endpoint(),
             pool_bytes=POOL,
         )
@@ -70,8 +70,8 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     model, layout = spec.load(Path(job["base"])), Layout.parse(job["layout"])
     config = ServeConfig(base_model=job["base"], layout=job["layout"])
-    agreement, placement, never = Agreement.of(config, model).digest(), Placement(model, layout), threading.Event()
-    shards = [FakeShard(job["address"], shard, placement, agreement) for shard in job["shards"]]
+    digest, placement, never = Agreement.of(config, model).digest(), Placement(model, layout), threading.Event()
+    shards = [FakeShard(job["address"], shard, placement, digest) for shard in job["shards"]]
     for one in shards:
         threading.Thread(target=one.stream.run, args=(never,), daemon=True).start()
     while not never.wait(DEFAULTS.shard_report):

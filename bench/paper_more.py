@@ -8,7 +8,7 @@ Assumptions beside those of `provision_setups`, written down before the first ru
 3. Figure 14: without overlap a step is the sum of its parts; without layer-wise loading a load is visible to the last
    byte of the fullest shard; without the kernels LoRA computes for twice as long, which is our guess, because the paper
    says nothing and no GPU was measured here.
-4. Figure 17: NVLink as 3,600 Gb/s per GPU and direction in nodes of eight. The fixed costs of a message stay
+4. Figure 17: NVLink as 3,600 Gb/s per GPU and direction in hosts of eight. The fixed costs of a message stay
    InfiniBand's, so the model can only show what bandwidth does.
 5. Figure 18: Mixtral, four instances, both layouts with the slots of ep4-pp2.
 """

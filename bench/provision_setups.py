@@ -22,7 +22,7 @@ from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
 
 ASSUMPTIONS = """\
-From the paper: 16 GPUs of 96 GB and 4.0 TB/s in nodes of four (GPT-OSS-20B: 8 GPUs), one 400 Gb/s NIC each; Table 3's
+From the paper: 16 GPUs of 96 GB and 4.0 TB/s in hosts of four (GPT-OSS-20B: 8 GPUs), one 400 Gb/s NIC each; Table 3's
 models, ranks and GPUs per instance; 512 adapters, Zipf 1.2, Poisson arrivals; SLOs TTFT p95 0.25 s, mean TPOT 0.1 s;
 S-LoRA holds adapters in 50 % of the memory that the weights leave and KV cache in the rest, "less LoRA" in 40 %;
 adapters are split over instances greedily; half of the GPUs are the LoRA Server (8 of 16, 4 of 8), EP4-PPy.

@@ -117,7 +117,7 @@ class RequestDriver:
         """Apply a step's failure. If the adapter's step itself failed, have the lease checked, too."""
         event = request.state.on_failed_step(failure, self._policy)
         if event is not RequestEvent.STEP_VOID:
-            self._session.suspect()
+            self._session.revalidate()
         self.apply(request, event, failure=failure)
 
     def _ask_together(self, requests: Sequence[AdapterRequest]) -> list[AdapterRequest]:

@@ -57,7 +57,7 @@ class SchedulerSession:
         except BaseException:
             self.current.leave()
             raise
-        self._suspect = False  # a step failed: the lease may be gone
+        self._must_revalidate = False  # a step failed: the lease may be gone
         self._reconnector = Reconnector(self._rejoin, "scheduler")
         self._directory = AdapterDirectory(settings.address, timings=settings.timings)
 
@@ -113,18 +113,18 @@ class SchedulerSession:
 
     # -- the lease
 
-    def suspect(self) -> None:
+    def revalidate(self) -> None:
         """Have the next `check` ask the server whether the lease is good."""
-        self._suspect = True
+        self._must_revalidate = True
 
     def check(self) -> None:
         """Start joining again if the lease is gone. Called by the engine's loop: waits CHECK_SECONDS at most."""
-        if not self._suspect and not self._is_lost():
+        if not self._must_revalidate and not self._is_lost():
             return
         with self._calls:
             try:
                 self.current.acquire([], time.monotonic() + CHECK_SECONDS)
-                self._suspect = False
+                self._must_revalidate = False
             except (LeaseError, ServerUnavailableError):
                 self.seek()
 
@@ -167,7 +167,7 @@ class SchedulerSession:
             if self.current.terms.hidden_adapters:  # requests of the base model are served all the same
                 log.error("adapters are hidden", error=_hidden(self._settings, self.current))
         self.merged.renew(self.current)
-        self._suspect = False
+        self._must_revalidate = False
 
     def close(self) -> None:
         """Leave the server; idempotent."""

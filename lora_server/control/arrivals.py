@@ -158,7 +158,7 @@ class Arrivals:
         self._clients.introduce(handle, grants)
 
     def _check(self, registration: pb.Registration, agreement: Agreement) -> None:
-        if registration.agreement != agreement.digest() or registration.shard >= agreement.layout.num_shards:
+        if registration.agreement_digest != agreement.digest() or registration.shard >= agreement.layout.num_shards:
             raise ConfigError(
                 f"shard {registration.shard} of node {registration.node}: started with other settings than the "
                 f"controller's ({agreement.describe()}); start every node with the same model and flags"

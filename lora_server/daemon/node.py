@@ -110,8 +110,8 @@ class Node:
     def _follow(self, process: ProcessConfig, shards: NodeShards) -> None:
         """Have the shards follow the controller."""
         assert process.controller is not None
-        agreement = Agreement.of(process, self.spec).digest()
-        self._stack.callback(NodeStream(process, agreement, shards, self._fail).close)
+        digest = Agreement.of(process, self.spec).digest()
+        self._stack.callback(NodeStream(process, digest, shards, self._fail).close)
         self._stack.callback(Startup(process, process.controller, self.stopped, self._fail).close)
 
     def _start_shard(self, name: str, process: ProcessConfig, on_fatal: OnFatal) -> Child:

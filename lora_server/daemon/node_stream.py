@@ -30,11 +30,11 @@ class NodeStream:
     """Has a node's shards follow the controller, in a thread of its own, until `close`."""
 
     def __init__(
-        self, process: ProcessConfig, agreement: str, shards: NodeShards, fail: Callable[[LoraServerError], None]
+        self, process: ProcessConfig, digest: str, shards: NodeShards, fail: Callable[[LoraServerError], None]
     ) -> None:
-        """`agreement`: the digest of the node's flags. `fail` is called where the controller refuses a node that it has
-        not taken yet: the shards of any other serve on."""
-        self._process, self._agreement, self._shards, self._fail = process, agreement, shards, fail
+        """`digest`: of the agreement by the node's flags. `fail` is called where the controller refuses a node that it
+        has not taken yet: the shards of any other serve on."""
+        self._process, self._digest, self._shards, self._fail = process, digest, shards, fail
         self._closed, self._was_up = threading.Event(), False
         self._call: NodeCall | None = None
         self._claimed: NodeCall | None = None  # the call once it takes reports
@@ -74,7 +74,7 @@ class NodeStream:
                 if self._closed.is_set():
                     return
                 with call.in_time():
-                    call.claim(pb.RankClaim(rank=process.node_rank, nodes=process.nodes, agreement=self._agreement))
+                    call.claim(pb.RankClaim(rank=process.node_rank, nodes=process.nodes, agreement_digest=self._digest))
                     command = next(call.answers, None)
                 self._was_up = True
                 with call.translated():

@@ -52,7 +52,7 @@ class ShardProcess:
         self.config = config
         self._directory = DirectoryUse(config.run_dir)
         spec, layout, timings = ModelSpec.from_json(config.spec_json), config.replicated, config.timings
-        agreement = Agreement.of(config, spec).digest()
+        digest = Agreement.of(config, spec).digest()
         self.stopping = threading.Event()
         self.exit_code = 0
         self.listeners = listen(config, spec, self._client_gone)
@@ -60,7 +60,7 @@ class ShardProcess:
         self.stream = ControllerStream(
             controller,
             credentials,
-            lambda: self._registration(agreement),
+            lambda: self._registration(digest),
             lambda command, done: self._commands.execute(command, done),
             lambda handle: self.parts.shard.store.report.layers_ready(handle),
             timings,
@@ -122,14 +122,14 @@ class ShardProcess:
     def _client_gone(self, client: int, epoch: int) -> None:
         self.stream.report(pb.ShardReport(client_gone=pb.ClientGone(client=client, epoch=epoch)))
 
-    def _registration(self, agreement: str) -> pb.Registration:
+    def _registration(self, digest: str) -> pb.Registration:
         config, parts = self.config, self.parts
         return pb.Registration(
             shard=config.shard,
             node=config.node_rank,
             generation=config.generation,
             pid=os.getpid(),
-            agreement=agreement,
+            agreement_digest=digest,
             endpoint=self.listeners.endpoint,
             pool_bytes=parts.shard.store.tier.pool.capacity,
             order_address=parts.coordinator.address,

@@ -21,10 +21,10 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     """Check the driver, then torch's view of it, then the compiler of the kernels."""
     text = machine.read("/proc/driver/nvidia/version")
     if text is None:
-        nodes = [entry.name for entry in machine.entries("/dev") if re.fullmatch(r"nvidia\d+", entry.name)]
-        if nodes:
+        files = [entry.name for entry in machine.entries("/dev") if re.fullmatch(r"nvidia\d+", entry.name)]
+        if files:
             cure = "load the host's driver (nvidia-smi must work), or use the container toolkit that brings it along"
-            yield failed("driver", f"none, though there are {', '.join(nodes)}", cure)
+            yield failed("driver", f"none, though there are {', '.join(files)}", cure)
         else:
             yield ok("gpu", "none: use --device cpu")
         return
@@ -102,7 +102,7 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
         if not lacks:
             yield ok("nvshmem", ", ".join(f"{name} {number}" for name, number in found.items()))
     else:
-        yield ok("nvshmem", "not installed: GPUs of one node need none")
+        yield ok("nvshmem", "not installed: GPUs of one host need none")
 
 
 def infiniband(machine: Machine) -> Iterator[Finding]:

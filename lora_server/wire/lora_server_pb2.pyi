@@ -809,11 +809,11 @@ class Attached(_message.Message):
     def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "order_badge", "proof", "generation", "place")
+    __slots__ = ("shard", "node", "pid", "agreement_digest", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "order_badge", "proof", "generation", "place")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     ORDER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -835,7 +835,7 @@ class Registration(_message.Message):
     shard: int
     node: int
     pid: int
-    agreement: str
+    agreement_digest: str
     endpoint: Endpoint
     order_address: str
     instance: str
@@ -854,7 +854,7 @@ class Registration(_message.Message):
     proof: bytes
     generation: int
     place: Place
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., order_badge: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., generation: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement_digest: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., order_badge: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., generation: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")
@@ -997,22 +997,22 @@ class ShardsFailed(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RankClaim(_message.Message):
-    __slots__ = ("node", "rank", "epoch", "nodes", "leaves", "proof", "agreement")
+    __slots__ = ("node", "rank", "epoch", "nodes", "leaves", "proof", "agreement_digest")
     NODE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
-    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     node: bytes
     rank: int
     epoch: int
     nodes: int
     leaves: bool
     proof: bytes
-    agreement: str
-    def __init__(self, node: _Optional[bytes] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., nodes: _Optional[int] = ..., leaves: bool = ..., proof: _Optional[bytes] = ..., agreement: _Optional[str] = ...) -> None: ...
+    agreement_digest: str
+    def __init__(self, node: _Optional[bytes] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., nodes: _Optional[int] = ..., leaves: bool = ..., proof: _Optional[bytes] = ..., agreement_digest: _Optional[str] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "epoch")

@@ -22,7 +22,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """The agreement of client and server. `max_step_rows` bounds the entries of one message."""
+    """The terms of a lease, which client and server go by. `max_step_rows` bounds the entries of one message."""
 
     client: int
     epoch: int

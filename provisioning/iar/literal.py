@@ -17,7 +17,7 @@ from provisioning.iar.models import admitted
 from provisioning.iar.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
 _FEW = 4096  # rates up to which each stands for itself
-_WIDTH, _NODES = 0.4, 10
+_WIDTH, _POINTS = 0.4, 10
 Known = tuple[tuple[float, int], tuple[float, int]]
 Weighted = tuple[Floats, Floats]
 
@@ -39,11 +39,11 @@ def condensed(rates_N: Floats) -> Weighted:
 
 def _points(rates_K: Floats) -> Weighted:
     centre, radius = (rates_K[-1] + rates_K[0]) / 2, (rates_K[-1] - rates_K[0]) / 2
-    if rates_K.size <= 2 * _NODES or radius == 0:
+    if rates_K.size <= 2 * _POINTS or radius == 0:
         return rates_K, np.ones(rates_K.size)
-    degrees_D1, angles_G = np.arange(_NODES)[:, None], np.pi * (np.arange(_NODES) + 0.5) / _NODES
+    degrees_D1, angles_G = np.arange(_POINTS)[:, None], np.pi * (np.arange(_POINTS) + 0.5) / _POINTS
     angles_K = np.arccos(np.clip((rates_K - centre) / radius, -1, 1))
-    moments_D = np.cos(degrees_D1 * angles_K).sum(axis=1) * np.where(degrees_D1[:, 0] == 0, 1, 2) / _NODES
+    moments_D = np.cos(degrees_D1 * angles_K).sum(axis=1) * np.where(degrees_D1[:, 0] == 0, 1, 2) / _POINTS
     return centre + radius * np.cos(angles_G), moments_D @ np.cos(degrees_D1 * angles_G)
 
 

@@ -1,6 +1,6 @@
 """The number of present adapters: the sum of independent Bernoulli(q_i), with and without adapter i.
 
-Legend: N adapters, G nodes (distinct q, or Chebyshev points), R rows of weights, K window.
+Legend: N adapters, G points (distinct q, or Chebyshev's), R rows of weights, K window.
 
 A distribution is kept on a window outside of which Bernstein's inequality leaves less than 1e-18 of
 the mass. Products are taken pairwise up a tree, by FFT once they are long, and all at once where they
@@ -24,8 +24,8 @@ from scipy.fft import next_fast_len
 from provisioning.arrays import Floats
 
 _LOG_TAIL = math.log(2e18)
-MAX_DIRECT_NODES = 1024
-_CHEBYSHEV_NODES = 64
+MAX_DIRECT_POINTS = 1024
+_CHEBYSHEV_POINTS = 64
 _STRIDE = 8  # its square root
 _BLOCK = 8192
 _DIRECT_LENGTH = 32
@@ -87,7 +87,7 @@ def _convolve(left: Floats, right: Floats) -> Floats:
 
 
 def leave_one_out(
-    whole: PoissonBinomial, q_N: Floats, weights_RN: Floats, max_direct_nodes: int = MAX_DIRECT_NODES
+    whole: PoissonBinomial, q_N: Floats, weights_RN: Floats, max_direct_points: int = MAX_DIRECT_POINTS
 ) -> tuple[int, Floats]:
     """Sum over i of weights[r, i] * P(K_i = k), K_i being the whole without adapter i.
 
@@ -97,8 +97,8 @@ def leave_one_out(
     low_N = q_N <= 0.5
     for half, upwards in ((low_N, True), (~low_N, False)):
         if half.any():
-            nodes_G, weights_RG = _nodes(q_N[half], weights_RN[:, half], max_direct_nodes)
-            _divide(whole.pmf, nodes_G, weights_RG, out_RK, upwards=upwards)
+            points_G, weights_RG = _points(q_N[half], weights_RN[:, half], max_direct_points)
+            _divide(whole.pmf, points_G, weights_RG, out_RK, upwards=upwards)
     return whole.first - 1, out_RK
 
 
@@ -118,19 +118,19 @@ def _divide(pmf_K: Floats, q_G: Floats, weights_RG: Floats, out_RK: Floats, *, u
         out_RK[:, :-1] += added_RK
 
 
-def _nodes(q_N: Floats, weights_RN: Floats, max_direct_nodes: int) -> tuple[Floats, Floats]:
+def _points(q_N: Floats, weights_RN: Floats, max_direct_points: int) -> tuple[Floats, Floats]:
     """Return a few points and weights that integrate any smooth function of q as all adapters would."""
     lowest, highest = float(q_N.min()), float(q_N.max())
-    if q_N.size <= max_direct_nodes or lowest == highest:
+    if q_N.size <= max_direct_points or lowest == highest:
         distinct_G, index_N = np.unique(q_N, return_inverse=True)
         sums = [np.bincount(index_N, row_N, distinct_G.size) for row_N in weights_RN]
         return distinct_G, np.array(sums)
     centre, radius = (highest + lowest) / 2, (highest - lowest) / 2
-    x_G = np.cos(np.pi * (np.arange(_CHEBYSHEV_NODES) + 0.5) / _CHEBYSHEV_NODES)
+    x_G = np.cos(np.pi * (np.arange(_CHEBYSHEV_POINTS) + 0.5) / _CHEBYSHEV_POINTS)
     moments_RD = _chebyshev_moments((q_N - centre) / radius, weights_RN)
     moments_RD[:, 1:] *= 2
-    degrees_DG = np.cos(np.arange(_CHEBYSHEV_NODES)[:, None] * np.arccos(x_G))
-    return centre + radius * x_G, moments_RD @ degrees_DG / _CHEBYSHEV_NODES
+    degrees_DG = np.cos(np.arange(_CHEBYSHEV_POINTS)[:, None] * np.arccos(x_G))
+    return centre + radius * x_G, moments_RD @ degrees_DG / _CHEBYSHEV_POINTS
 
 
 def _chebyshev_moments(x_N: Floats, weights_RN: Floats) -> Floats:
@@ -143,7 +143,7 @@ def _chebyshev_moments(x_N: Floats, weights_RN: Floats) -> Floats:
         high_AK = _chebyshev(low_BK[_STRIDE], _STRIDE)
         for row, weights_N in enumerate(weights_RN):
             products_RAB[row] += high_AK @ (low_BK[:_STRIDE] * weights_N[block]).T
-    moments_RD = np.empty((weights_RN.shape[0], _CHEBYSHEV_NODES))
+    moments_RD = np.empty((weights_RN.shape[0], _CHEBYSHEV_POINTS))
     moments_RD[:, :_STRIDE] = products_RAB[:, 0]
     for a in range(1, _STRIDE):
         here = _STRIDE * a

@@ -25,7 +25,7 @@ class GpuSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPU, links and node size. `link_gbps` is per GPU and direction, in gigabits/s as NICs are named."""
+    """GPU, its links, and the GPUs of a host. `link_gbps` is per GPU and direction, in gigabits/s as NICs are named."""
 
     gpu: GpuSpec
     gpus_per_node: int = 8
@@ -128,7 +128,7 @@ class Efficiency:
 
     link, hbm and `overhead` are fitted to the batch-128 rows of the paper's Table 4 (EP1, EP2,
     EP4; one model), where bytes over the data sheet's bandwidth plus a constant fits within 8 us; what a
-    group that spans nodes adds (`across`), to its only such row, EP8 on nodes of four GPUs. Batch 256
+    group that spans hosts adds (`across`), to its only such row, EP8 on hosts of four GPUs. Batch 256
     is out of sample, and `table4` prints the residuals. `base_hbm` and `tensor_cores` are fitted to the
     MoE column, one batch size each. `host_us` is what hosts add where a transport has them launch or carry steps, and
     `round_trips_us` what a message takes to the server and back besides, of which Table 4's constants have their own.

@@ -1,4 +1,4 @@
-"""The paper's Table 4 beside our model: Mixtral-8x7B, 8 server GPUs, nodes of four, 512 adapters."""
+"""The paper's Table 4 beside our model: Mixtral-8x7B, 8 server GPUs, hosts of four, 512 adapters."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class PlanFlags(WorkloadFlags):
         str, "h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300, l40s, or a profile's, such as cpu."
     ] = "h200"
     gpu_memory_gib: Annotated[float | None, "Memory of a GPU in GiB (default: the preset's)."] = None
-    gpus_per_node: Annotated[int, "GPUs of a node."] = 8
+    gpus_per_node: Annotated[int, "GPUs of a node, which has a host to itself."] = 8
     max_gpus: Annotated[int, "Most GPUs of the LoRA Server to consider, spares included."] = 64
     spare_gpus: Annotated[int, "Standby GPUs on top, for failures; 1 is N+1."] = 0
     replicas: Annotated[

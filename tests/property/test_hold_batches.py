@@ -47,7 +47,7 @@ class Server:
         self.controller = make_controller(clock=self.clock)
         self.service = ClientsService(self.controller, Scopes(self.controller, Gate()), Refusals())
         self.shard: ShardHandle = self.controller.arrivals.arrive(
-            registration(0, agreement=self.controller.agreement.digest(), pool_bytes=10), ()
+            registration(0, agreement_digest=self.controller.agreement.digest(), pool_bytes=10), ()
         )
         self.controller.adapters.recovery.adopt(
             [kept(name, handle) for handle, name in zip(HANDLES, NAMES, strict=True)], (), 0

@@ -381,7 +381,7 @@ class Slow(dict):
 def test_registering_many_tells_how_far_it_is(tmp_path):
     controller = make_controller(timings=Timings(progress=0.0))
     found = Slow({f"a{index}": tmp_path for index in range(3)})
-    controller.arrivals.arrive(registration(0, agreement=controller.agreement.digest()), [])
+    controller.arrivals.arrive(registration(0, agreement_digest=controller.agreement.digest()), [])
     with capture_logs() as lines:
         thread = threading.Thread(target=controller.adapters.directory.register, args=(found,), daemon=True)
         thread.start()

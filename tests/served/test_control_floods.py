@@ -428,7 +428,7 @@ def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(se
         done(None)
 
     def register():
-        return registration(0, agreement=controller.agreement.digest())
+        return registration(0, agreement_digest=controller.agreement.digest())
 
     stream = ControllerStream(address, Credentials(node_secret=SECRET), register, execute, lambda handle: 0)
     thread = threading.Thread(target=stream.run, args=(stopping,), daemon=True)
@@ -477,7 +477,7 @@ def registering(address, channel, secret, node=0, nonce=bytes(32)):
 def test_an_outsider_is_no_shard(server):
     """It knows all that Join tells, so also what shards agree on."""
     _, controller, address = server
-    one = registration(0, agreement=controller.agreement.digest())
+    one = registration(0, agreement_digest=controller.agreement.digest())
     with open_channel(address) as channel:
         for secret in ("", "another"):
             with registering(address, channel, secret) as (_, register):
@@ -485,7 +485,9 @@ def test_an_outsider_is_no_shard(server):
             assert isinstance(refused, ConfigError) and "join-token-file" in str(refused)
             assert not controller.shards.live()
         with registering(address, channel, SECRET) as (_, register):
-            assert isinstance(register(registration(1, agreement=one.agreement)), ConfigError), "of another shard"
+            assert isinstance(register(registration(1, agreement_digest=one.agreement_digest)), ConfigError), (
+                "of another shard"
+            )
         with registering(address, channel, SECRET) as (challenge, register):
             assert proves(challenge.proof, SECRET.encode(), b"controller", bytes(32), challenge.nonce)
             assert register(one).HasField("claim")

@@ -88,7 +88,7 @@ def shard_of(address, digest):
         done(None)
 
     def register():
-        return registration(0, agreement=digest)
+        return registration(0, agreement_digest=digest)
 
     stream = ControllerStream(address, Credentials(node_secret=SECRET), register, execute, lambda handle: 0, SOON)
     thread = threading.Thread(target=lambda: ended.append(stream.run(stopping)), daemon=True)

@@ -56,7 +56,7 @@ def kept(name, handle, version="v1", listed=True, pinned=False):
 
 
 def registration(shard, pid=1, **fields):
-    fields = {"instance": str(pid), "agreement": make_controller("ep2-pp1").agreement.digest()} | fields
+    fields = {"instance": str(pid), "agreement_digest": make_controller("ep2-pp1").agreement.digest()} | fields
     return pb.Registration(shard=shard, pid=pid, **fields)
 
 
@@ -73,7 +73,7 @@ class ToldShard:
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
         self.largest = 0  # bytes of a command
         self.loaded = set()
-        fields = {"agreement": controller.agreement.digest()} | fields
+        fields = {"agreement_digest": controller.agreement.digest()} | fields
         own = self.memory.sign(registration(shard, **fields))
         reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
         self.handle = controller.arrivals.arrive(own, reports)

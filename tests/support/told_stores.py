@@ -39,7 +39,7 @@ class ToldStore:
         reports = ShardReports(SimpleNamespace(store=self.store), port, coordinator, None, self._report)
         self.tell_moved, self._controller = reports.moved, controller
         self._commands = ShardCommands(False, port, self.store, coordinator, None, reports.moved, lambda: None)
-        own = {"agreement": controller.agreement.digest(), "pool_bytes": self.store.tier.pool.capacity}
+        own = {"agreement_digest": controller.agreement.digest(), "pool_bytes": self.store.tier.pool.capacity}
         registration = pb.Registration(shard=shard, instance=f"{shard}-{seed}", **own)
         self.handle = controller.arrivals.arrive(registration, [])
         controller.shards.update(self.handle, pb.ShardStats())

@@ -36,9 +36,9 @@ class NodeTable:
         self._failures: dict[tuple[int, int], str] = {}  # why a rank cannot run its shards of a generation
         self._lock = threading.Lock()
 
-    def check(self, rank: int, agreement: str) -> None:
+    def check(self, rank: int, digest: str) -> None:
         """Raise ConfigError for a node whose flags have another digest."""
-        if agreement != self.agreement.digest():
+        if digest != self.agreement.digest():
             raise ConfigError(
                 f"node {rank}: started with other settings than the controller's ({self.agreement.describe()}); start "
                 "every node with the same model and flags"

@@ -39,7 +39,7 @@ class NodesService:
         """Send a node the layouts of which it runs shards, as they change, and take what it reports, until either side
         is gone. Raises ProtocolError, ConfigError."""
         claim, rank, changed = await self._claim(first, call), first.hello.node, asyncio.Event()
-        self._nodes.check(rank, claim.agreement)
+        self._nodes.check(rank, claim.agreement_digest)
         connection = self._nodes.connect(rank, partial(self._wakes.wake, asyncio.get_running_loop(), changed))
         changed.set()  # for the layouts that there are
         try:

@@ -32,7 +32,7 @@ def loads(handle):
 
 def arrive(controller, shard, *told, **fields):
     """Register a shard of the same run, which kept these."""
-    fields = {"run": "abc", "epoch": 1, "agreement": controller.agreement.digest()} | fields
+    fields = {"run": "abc", "epoch": 1, "agreement_digest": controller.agreement.digest()} | fields
     return controller.arrivals.arrive(registration(shard, **fields), told)
 
 

@@ -209,7 +209,7 @@ def test_a_shards_end_is_an_event(tmp_path, stack, state):
     publishing = Publishing(tmp_path, stack)
     reader, controller = publishing.reader("shard"), publishing.controller
     digest = controller.agreement.digest()
-    handle = controller.arrivals.arrive(registration(0, pid=7, agreement=digest), [])
+    handle = controller.arrivals.arrive(registration(0, pid=7, agreement_digest=digest), [])
     handle.leaving = state == "left"
     controller.arrivals.depart(handle)
     assert [(one.pid, one.state) for one in taken(reader, 2)] == [(7, "up"), (7, state)]

@@ -28,7 +28,7 @@ def controller(clock):
 
 
 def arrive(controller, shard, **fields):
-    own = {"pid": shard + 1, "pool_bytes": 4096, "agreement": controller.agreement.digest()} | fields
+    own = {"pid": shard + 1, "pool_bytes": 4096, "agreement_digest": controller.agreement.digest()} | fields
     return controller.arrivals.arrive(registration(shard, **own), [])
 
 

@@ -239,7 +239,7 @@ def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_no
     def start():
         if 2 in controller.nodes.layouts and not new:
             digest = controller.arrivals.other.digest()
-            new.extend(ToldShard(controller, shard=shard, generation=2, agreement=digest) for shard in range(2))
+            new.extend(ToldShard(controller, shard=shard, generation=2, agreement_digest=digest) for shard in range(2))
 
     controller = make_controller(resize=OFFERED, timings=SOON)
     controller.nodes.connect(0, start)
@@ -252,12 +252,12 @@ def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_no
         until(lambda: controller.resize.status().state == "moving", "the new shards serve")
         old.close()
         controller.arrivals.depart(old.handle)
-        again = ToldShard(controller, generation=1, agreement=digest)
+        again = ToldShard(controller, generation=1, agreement_digest=digest)
         until(lambda: any(one.kept.grant.client == 1 for one in again.memory.reports(lambda _: 0)), "it has the client")
         controller.clients.heartbeat(Proof(1, 1, b"1"), generation=2)
         assert (resized.result(HANG_SECONDS).moved, resized.result().ended) == (1, 0)
     with pytest.raises(LeaseError, match="placement generation 1, expected 2"):
-        ToldShard(controller, generation=1, agreement=digest)
+        ToldShard(controller, generation=1, agreement_digest=digest)
     for shard in (again, *new):
         shard.close()
 
