@@ -47,12 +47,12 @@ class AnsweringShard:
         self.handle: ShardHandle = controller.arrivals.arrive(registration, [])
 
     def answer(self) -> int:
-        """Carry out what was sent since the last call; return the number of messages, both ways."""
-        taken = self.handle.commands.take()
-        sent = 0
-        for data in taken:
+        """Carry out what was sent since the last call; return the number of commands and reports."""
+        sent, taken = 0, list[pb.ShardCommand]()
+        for data in self.handle.commands.take():
             assert data is not None, "the queue is open"
-            command = pb.ShardCommand.FromString(data)
+            taken += pb.ShardCommands.FromString(data).commands
+        for command in taken:
             kind = command.WhichOneof("command") or ""
             handles = {"load": [command.load.handle], "bring": [command.bring], "uses": command.uses.active.more}
             has = {"layers": 0 if kind == "load" else self._layers, "bytes": BYTES, "measured": True}

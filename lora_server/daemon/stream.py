@@ -126,8 +126,7 @@ class ControllerStream:
         reports: _Reports = queue.SimpleQueue()
         self._reports = reports
         with open_channel(self._address, self._credentials) as channel:
-            outgoing = itertools.chain(iter(first.get, None), iter(reports.get, None))
-            commands = rpc.ShardsStub(channel).Register(outgoing)
+            commands = rpc.ShardsStub(channel).Register(itertools.chain(messages_of(first), messages_of(reports)))
             late = threading.Timer(self._timings.handshake, commands.cancel)
             late.daemon = True
             late.start()
@@ -138,8 +137,9 @@ class ControllerStream:
                 for kept in self._commands.kept.reports(self._layers_ready):
                     first.put(kept)
                 first.put(None)
-                for command in commands:
-                    self._on_command(command, reports)
+                for message in commands:
+                    for command in message.commands:
+                        self._on_command(command, reports)
             except grpc.RpcError as error:
                 return translate(cast(grpc.Call, error), self._address)
             except LoraServerError as error:
@@ -150,14 +150,14 @@ class ControllerStream:
                 reports.put(None)
         return None
 
-    def _introduce(self, reports: _Reports, commands: Iterator[pb.ShardCommand]) -> pb.Registration:
+    def _introduce(self, reports: _Reports, commands: Iterator[pb.ShardCommands]) -> pb.Registration:
         """Authenticate the controller before telling it anything. Raises ConfigError at the start, later
         ServerUnavailableError: another process may have its port for now."""
         registration, key = self._commands.kept.sign(self._register()), self._credentials.node_secret.encode()
         nonce = secrets.token_bytes(NONCE_BYTES)
         hello = pb.ShardHello(shard=registration.shard, node=registration.node, nonce=nonce)
         reports.put(pb.ShardReport(hello=hello))
-        challenge = next(commands, pb.ShardCommand()).challenge
+        challenge = next(iter(next(commands, pb.ShardCommands()).commands), pb.ShardCommand()).challenge
         if not proves(challenge.proof, key, b"controller", nonce, challenge.nonce):
             kind = ServerUnavailableError if self.up.is_set() else ConfigError
             raise kind(
@@ -180,3 +180,18 @@ class ControllerStream:
         if command.HasField("claim"):
             self.up.set()
             self._quiet_until = 0.0
+
+
+def messages_of(reports: _Reports) -> Iterator[pb.ShardReports]:
+    """Yield reports as they come, until a None: all that wait in one message, up to about MESSAGE_BYTES."""
+    while (report := reports.get()) is not None:
+        message, size = pb.ShardReports(), 0
+        while report is not None:
+            message.reports.append(report)
+            size += report.ByteSize()
+            if size > bounds.MESSAGE_BYTES or reports.empty():
+                break
+            report = reports.get()
+        yield message
+        if report is None:
+            return

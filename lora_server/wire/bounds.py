@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from lora_server.errors import ConfigError
 
 REQUEST_BYTES = 4 << 20  # of one message to the server, a shard's report included
+MESSAGE_BYTES = 1 << 19  # of a message that many commands, or reports, of a shard share
 KEPT_BYTES = 3 << 20  # of one command to a shard, which reports it to the next controller
 REPLY_BYTES = 64 << 20  # of one message from the server; larger than a request, so that no stream breaks
 MAX_NUMBER = 1 << 63  # what a database takes, exclusive

@@ -916,6 +916,12 @@ class ClientGone(_message.Message):
     epoch: int
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class ShardReports(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[ShardReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[ShardReport, _Mapping]]] = ...) -> None: ...
+
 class ShardReport(_message.Message):
     __slots__ = ("registration", "done", "residencies", "client_gone", "stats", "kept", "leaving", "hello")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
@@ -1212,6 +1218,12 @@ class Claim(_message.Message):
     registered: bool
     generation: int
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ShardCommands(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[ShardCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[ShardCommand, _Mapping]]] = ...) -> None: ...
 
 class ShardCommand(_message.Message):
     __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "borrow", "place", "bring", "stop", "challenge", "uses")

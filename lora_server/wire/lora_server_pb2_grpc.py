@@ -1766,8 +1766,8 @@ class ShardsStub(object):
         """
         self.Register = channel.stream_stream(
                 '/lora_server.v1.Shards/Register',
-                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
-                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReports.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommands.FromString,
                 _registered_method=True)
         self.LeaseRank = channel.stream_stream(
                 '/lora_server.v1.Shards/LeaseRank',
@@ -1834,8 +1834,8 @@ def add_ShardsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Register': grpc.stream_stream_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.FromString,
-                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.SerializeToString,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReports.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommands.SerializeToString,
             ),
             'LeaseRank': grpc.stream_stream_rpc_method_handler(
                     servicer.LeaseRank,
@@ -1884,8 +1884,8 @@ class Shards(object):
             request_iterator,
             target,
             '/lora_server.v1.Shards/Register',
-            lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
-            lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
+            lora__server_dot_wire_dot_lora__server__pb2.ShardReports.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ShardCommands.FromString,
             options,
             channel_credentials,
             insecure,

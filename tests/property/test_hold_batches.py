@@ -109,14 +109,19 @@ def test_a_batch_is_the_same_calls_one_by_one(batches):
     assert held == {client: held for client in holds.clients() if (held := holds.of(client))}
 
 
+def commands(server):
+    """What its shard is sent now: one message."""
+    (data,) = server.shard.commands.take()
+    return pb.ShardCommands.FromString(data).commands
+
+
 def test_a_batch_tells_shards_once_and_nothing_that_it_took_back():
     server = Server()
     uses = list[pb.Uses]()
 
     def batch(entries):
         server.batch(0, entries)
-        taken = map(pb.ShardCommand.FromString, server.shard.commands.take())
-        uses.extend(command.uses for command in taken if command.HasField("uses"))
+        uses.extend(command.uses for command in commands(server) if command.HasField("uses"))
 
     batch([pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=1)) for name in "a"])
     batch(
@@ -143,14 +148,13 @@ def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
     for ticket, name in enumerate("ab", 1):
         server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=ticket))])
     server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
-    (data,) = server.shard.commands.take()
-    uses = pb.ShardCommand.FromString(data).uses
+    uses = commands(server)[0].uses
     assert ([*uses.active.more], [*uses.active.fewer]) == ([2], [1])
     assert [([*one.more], [*one.fewer]) for one in uses.holds] == [([1], []), ([2], []), ([], [1])]
     server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3))])
     server.shard.commands.send(pb.ShardCommand(drop=9))
     server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
-    kinds = [pb.ShardCommand.FromString(data).WhichOneof("command") for data in server.shard.commands.take()]
+    kinds = [command.WhichOneof("command") for command in commands(server)]
     assert kinds == ["uses", "drop", "uses"], "no command is overtaken by what comes after it"
 
 

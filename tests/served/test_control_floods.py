@@ -451,18 +451,18 @@ def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(se
 def registering(address, channel, secret, node=0, nonce=bytes(32)):
     """(what the controller says of itself, a function that registers with a proof by this secret)."""
     said, hello = queue.SimpleQueue(), pb.ShardHello(shard=0, node=node, nonce=nonce)
-    said.put(pb.ShardReport(hello=hello))
+    said.put(pb.ShardReports(reports=[pb.ShardReport(hello=hello)]))
     commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
 
     def register(one):
         one.proof = messages.proof(secret.encode(), b"shard", challenge.nonce, nonce)
-        said.put(pb.ShardReport(registration=one))
+        said.put(pb.ShardReports(reports=[pb.ShardReport(registration=one)]))
         return answer()
 
     def answer():
         """Its next command, or the error that it is turned away with."""
         try:
-            return next(commands)
+            return next(commands).commands[0]
         except grpc.RpcError as error:
             return translate(error, address)
 
@@ -498,9 +498,9 @@ def test_an_outsider_is_no_shard(server):
 def test_a_shard_that_does_not_register_is_ended():
     with serving(Timings(handshake=0.1)) as (*_, address), open_channel(address) as channel:
         said = queue.SimpleQueue()
-        said.put(pb.ShardReport(hello=pb.ShardHello(nonce=bytes(32))))
+        said.put(pb.ShardReports(reports=[pb.ShardReport(hello=pb.ShardHello(nonce=bytes(32)))]))
         commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
-        assert next(commands).HasField("challenge")
+        assert next(commands).commands[0].HasField("challenge")
         with pytest.raises(grpc.RpcError) as ended:
             next(commands)
         assert "no registration within" in str(translate(ended.value, address))

@@ -44,6 +44,10 @@ SECRET = "that all nodes have"
 SOON = Timings(controller_retry=0.02, controller_start=0.0, node0_away=0.2, handshake=2.0)
 
 
+def _message(**command):
+    return pb.ShardCommands(commands=[pb.ShardCommand(**command)]).SerializeToString()
+
+
 class Impostor(grpc.GenericRpcHandler):
     """Takes all calls, keeps all that it is told, and answers shards with commands.
 
@@ -64,9 +68,9 @@ class Impostor(grpc.GenericRpcHandler):
         self.calls.put(method)
         if method.endswith("/Register"):
             if self._challenge is not None:
-                yield pb.ShardCommand(challenge=self._challenge).SerializeToString()
-            yield pb.ShardCommand(claim=pb.Claim(epoch=1 << 40, run="stolen")).SerializeToString()
-            yield pb.ShardCommand(grant=pb.Grant(client=7, epoch=7, key=b"stolen")).SerializeToString()
+                yield _message(challenge=self._challenge)
+            yield _message(claim=pb.Claim(epoch=1 << 40, run="stolen"))
+            yield _message(grant=pb.Grant(client=7, epoch=7, key=b"stolen"))
             self.heard.extend(said)
         elif isinstance(answer := self._answer(method), LoraServerError):
             context.set_trailing_metadata(((CODE_KEY, answer.code), (ANSWER_KEY, "0" * 64)))

@@ -8,13 +8,14 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
 from lora_server.placement import Layout
 from lora_server.timings import Timings
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.proofs import Counts
 
@@ -101,10 +102,10 @@ class SharedCommand:
             self._is_open = False
 
     def encode(self) -> bytes:
-        """Return it as bytes; nothing can be added any more."""
+        """Return it as bytes of a ShardCommands; nothing can be added any more."""
         with self._lock:
             self._is_open = False
-            self._data = self._data or self.command.SerializeToString()
+            self._data = self._data or pb.ShardCommands(commands=[self.command]).SerializeToString()
             return self._data
 
 
@@ -174,13 +175,15 @@ class CommandQueue:
             yield command.command
 
     def take(self) -> list[bytes | None]:
-        """Return what the stream is to send now; None at the end: the queue is closed."""
-        taken: list[bytes | None] = []
+        """Return the messages that the stream is to send now, each with as many commands as it has room for; None at
+        the end: the queue is closed."""
+        commands: list[SharedCommand | None] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                command = self._commands.get_nowait()
-                taken.append(None if command is None else command.encode())
-        return taken
+                commands.append(self._commands.get_nowait())
+        is_over = None in commands
+        taken: list[bytes | None] = [*joined(one.encode() for one in commands if one is not None)]
+        return [*taken, None] if is_over else taken
 
     def _death(self) -> ShardUnavailableError:
         return ShardUnavailableError(f"shard {self._shard}: the shard went away before it finished the command")
@@ -398,6 +401,19 @@ def swap(one: ShardTable, other: ShardTable) -> None:
         one.generation, other.generation = other.generation, one.generation
         one.ranks, other.ranks = other.ranks, one.ranks
         one._live, other._live = other._live, one._live
+
+
+def joined(commands: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield commands as messages of about MESSAGE_BYTES: encoded ShardCommands, put behind each other, are one."""
+    parts, size = list[bytes](), 0
+    for one in commands:
+        if parts and size + len(one) > bounds.MESSAGE_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+        parts.append(one)
+        size += len(one)
+    if parts:
+        yield b"".join(parts)
 
 
 def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:

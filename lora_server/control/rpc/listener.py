@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -335,28 +334,3 @@ async def _abort(
     text = cut(str(error))
     await context.abort(status_of(error), text, ((CODE_KEY, error.code), *prove(proofs.refusal(error.code, text))))
     raise AssertionError("abort raises")
-
-
-class MessageQueue:
-    """Messages from the event loop to a thread, which iterates over them until it is closed."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def put(self, message: Message) -> None:
-        """Append a message. May be called from any thread."""
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """End the iteration after the messages that were put before."""
-        self._messages.put(None)
-
-    def __iter__(self) -> Iterator[Any]:
-        while (message := self._messages.get()) is not None:
-            yield message
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import secrets
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import structlog
 
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import CommandQueue, ShardHandle
-from lora_server.control.rpc.listener import MessageQueue, StreamCall, Threads, Write
+from lora_server.control.rpc.listener import StreamCall, Threads, Write
 from lora_server.control.rpc.streams import EventWakes, run_either
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
+
+Mailbox: TypeAlias = "queue.SimpleQueue[tuple[ShardHandle, pb.ShardReport | None] | None]"  # None: the stream ended
+MESSAGES = 4000  # a second, to all shards together, that a controller sends at most
+log = structlog.get_logger()
 
 
 class Doorkeeper(NamedTuple):
@@ -58,12 +65,19 @@ class ShardsService:
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
         self._wakes = EventWakes()
+        self._mailbox: Mailbox = queue.SimpleQueue()
+        threading.Thread(target=self._hear, name="reports", daemon=True).start()
 
-    async def register(self, first: pb.ShardReport, call: StreamCall[pb.ShardReport]) -> None:
+    def close(self) -> None:
+        """End the thread that hears reports. Call it once all streams have ended."""
+        self._mailbox.put(None)
+
+    async def register(self, message: pb.ShardReports, call: StreamCall[pb.ShardReports]) -> None:
         """Register a shard and serve its stream until either side is gone. Raises ProtocolError, ConfigError."""
-        reports, seconds = call.rest, self._controller.timings.handshake
+        reports, seconds = _each(message, call.rest), self._controller.timings.handshake
+        first = await anext(reports, pb.ShardReport())
         challenge = self._door.challenge(first.hello)
-        await call.write(pb.ShardCommand(challenge=challenge))
+        await call.write(pb.ShardCommands(commands=[pb.ShardCommand(challenge=challenge)]))
         try:
             report = await asyncio.wait_for(anext(reports, None), seconds)
         except TimeoutError:
@@ -80,12 +94,17 @@ class ShardsService:
                 raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
-        with MessageQueue() as mailbox:
-            threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
-            await run_either(_receive(reports, mailbox), self._send(handle.commands, call.write))
+        try:
+            await run_either(self._receive(reports, handle), self._send(handle.commands, call.write))
+        finally:
+            self._mailbox.put((handle, None))
+
+    async def _receive(self, reports: AsyncIterator[pb.ShardReport], handle: ShardHandle) -> None:
+        async for report in reports:
+            self._mailbox.put((handle, report))
 
     async def _send(self, commands: CommandQueue, write: Write) -> None:
-        """Write a shard's commands as they come, until its queue is closed."""
+        """Write a shard's commands as they come, until its queue is closed: what comes in a `pause` goes together."""
         there = asyncio.Event()
         commands.on_put = partial(self._wakes.wake, asyncio.get_running_loop(), there)
         there.set()  # for what came before
@@ -95,15 +114,26 @@ class ShardsService:
                 if data is None:
                     return
                 await write(data)
+            await asyncio.sleep(self._controller.agreement.layout.num_shards / MESSAGES)
 
-    def _reports(self, handle: ShardHandle, reports: MessageQueue) -> None:
-        try:
-            for report in reports:
+    def _hear(self) -> None:
+        """Apply the reports of all shards, on one thread: nothing that a report causes waits for another."""
+        while (said := self._mailbox.get()) is not None:
+            handle, report = said
+            if report is None:  # its departure may wait, for a shard that registers
+                threading.Thread(target=self._controller.arrivals.depart, args=(handle,), daemon=True).start()
+                continue
+            try:
                 self._controller.hear(handle, report)
-        finally:
-            self._controller.arrivals.depart(handle)
+            except Exception as error:
+                log.exception("a shard's report failed; ending its stream", shard=handle.shard, error=repr(error))
+                handle.commands.close()
 
 
-async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: MessageQueue) -> None:
-    async for report in reports:
-        mailbox.put(report)
+async def _each(first: pb.ShardReports, rest: AsyncIterator[pb.ShardReports]) -> AsyncIterator[pb.ShardReport]:
+    """Yield the reports of these messages, one by one."""
+    for report in first.reports:
+        yield report
+    async for message in rest:
+        for report in message.reports:
+            yield report

@@ -159,8 +159,9 @@ class ControlServer:
         timings = controller.timings
         ranks = RankLeases(controller.shards, controller.nodes.count, timings.shard_silence, timings.rank_rest)
         nodes = NodesService(controller.nodes, ranks, door, timings.handshake)
+        self._shards = ShardsService(controller, shards, door)
         own[_SHARDS] = {
-            "Register": StreamMethod(pb.ShardReport, ShardsService(controller, shards, door).register),
+            "Register": StreamMethod(pb.ShardReports, self._shards.register),
             "LeaseRank": StreamMethod(pb.NodeReport, nodes.lease),
             "FollowLayouts": StreamMethod(pb.NodeReport, nodes.follow),
             "Files": UnaryMethod(pb.FilesRequest, self.files.files, reading, proves=True),
@@ -189,5 +190,6 @@ class ControlServer:
     def close(self, seconds: float) -> None:
         """Refuse new calls, give running ones `seconds`."""
         self._listener.close(seconds)
+        self._shards.close()
         for threads in self._threads:
             threads.close()

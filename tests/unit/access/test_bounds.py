@@ -113,7 +113,7 @@ def test_every_field_has_bounds_and_the_largest_request_fits_a_message():
             bounds.check(request)
             assert request.ByteSize() <= bounds.REQUEST_BYTES, call
     registration = pb.ShardReport(registration=largest(pb.Registration.DESCRIPTOR, WIDE))
-    assert registration.ByteSize() <= bounds.REQUEST_BYTES
+    assert pb.ShardReports(reports=[registration]).ByteSize() <= bounds.REQUEST_BYTES
 
 
 @pytest.fixture(scope="module")
