@@ -1,9 +1,10 @@
 """Engines of `bench.control_scale`, many in a process: `python -m bench.control_engines JOB`.
 
 Each joins with a lease of its own. For each line on stdin, each acquires and releases adapters for the line's
-`seconds`, with `pause` seconds between two on average, as serving engines do (Hold); then the process prints the
-milliseconds of all acquires as one JSON object: `warm` are those that were answered at once, `cold` those that were
-queued until every shard had measured the adapter.
+`seconds`, as serving engines do (Hold), by a Poisson process with a mean of `pause` seconds between two; then the
+process prints the milliseconds of all acquires as one JSON object: `warm` are those that were answered at once, `cold`
+those that were queued until every shard had measured the adapter, `failed` those that the server refused, or did not
+answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 
 from client_connector.remote import RemoteServer
+from lora_server.errors import LoraServerError
 
 PATIENCE = 600.0
 
@@ -31,17 +33,26 @@ class Engine:
     def work(self, pause: float, seconds: float, waited: dict[str, list[float]]) -> None:
         """Acquire and release for `seconds`; append the milliseconds of each acquire to one list of `waited`."""
         until = time.monotonic() + seconds
-        time.sleep(self._dice.uniform(0, min(2 * pause, seconds)))
-        while (began := time.monotonic()) < until:
-            ticket, names = self._session.ticket(), [self._names[self._drawn % len(self._names)]]
-            answer, kind = self._session.ask(ticket, names, PATIENCE), "warm"
-            while not isinstance(answer, list):
-                self._session.wait([ticket], PATIENCE)
-                answer, kind = self._session.ask(ticket, names, PATIENCE), "cold"
+        while (wait := self._dice.expovariate(1 / pause)) < until - time.monotonic():
+            time.sleep(wait)
+            began = time.monotonic()
+            try:
+                kind = self._acquire()
+            except LoraServerError as error:
+                kind = "failed"
+                print(f"failed: {error}", file=sys.stderr, flush=True)
             waited[kind].append(1e3 * (time.monotonic() - began))
-            self._session.release([one.handle for one in answer], waits=False)
-            self._drawn += 1
-            time.sleep(self._dice.uniform(0, 2 * pause))
+
+    def _acquire(self) -> str:
+        """Hold the next adapter, and release it; return the kind of the answer."""
+        ticket, names = self._session.ticket(), [self._names[self._drawn % len(self._names)]]
+        self._drawn += 1
+        answer, kind = self._session.ask(ticket, names, PATIENCE), "warm"
+        while not isinstance(answer, list):
+            self._session.wait([ticket], PATIENCE)
+            answer, kind = self._session.ask(ticket, names, PATIENCE), "cold"
+        self._session.release([one.handle for one in answer], waits=False)
+        return kind
 
 
 def main() -> None:
@@ -50,7 +61,7 @@ def main() -> None:
     engines = [Engine(job["address"], job["adapters"], job["seed"] + one) for one in range(job["engines"])]
     print("joined", flush=True)
     for line in sys.stdin:
-        asked, waited = json.loads(line), {"warm": list[float](), "cold": list[float]()}
+        asked, waited = json.loads(line), {kind: list[float]() for kind in ("warm", "cold", "failed")}
         args = asked["pause"], asked["seconds"], waited
         threads = [threading.Thread(target=one.work, args=args, daemon=True) for one in engines]
         for thread in threads:

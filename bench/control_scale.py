@@ -41,7 +41,8 @@ TOKEN = "control-scale-bench"
 SIZES = {"num_hidden_layers": STAGES, "hidden_size": 32, "intermediate_size": 32}
 COLUMNS = (
     "acquires a second {rate:.0f} | done {done:.0f} | warm {warm:d} | p50 ms {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f}"
-    " | cold {cold:d} | p50 ms {cold_p50_ms:.0f} | p99 {cold_p99_ms:.0f} | controller's CPU % {cpu:.0f}"
+    " | cold {cold:d} | p50 ms {cold_p50_ms:.0f} | p99 {cold_p99_ms:.0f} | failed {failed:d}"
+    " | controller's CPU % {cpu:.0f} | machine's {machine:.0f}"
 )
 FACTS = (
     "shards {shards:d} | engines {engines:d} | adapters {adapters:,d} | known {told:,d} | ready s {ready_s:.0f}"
@@ -176,13 +177,16 @@ def at_rate(
     started: list[subprocess.Popen[bytes]], controller: psutil.Process, size: Size, rate: float, seconds: float
 ) -> dict[str, Any]:
     """Have the engines acquire at a rate together, and return its row."""
-    before = sum(controller.cpu_times()[:2])
+    before, began = sum(controller.cpu_times()[:2]), time.monotonic()
+    psutil.cpu_percent()  # from now on
     for process in started:
         assert process.stdin is not None
         process.stdin.write(json.dumps({"pause": size.engines / rate, "seconds": seconds}).encode() + b"\n")
         process.stdin.flush()
     found = [json.loads(line) for line in lines(started)]
-    row: dict[str, Any] = {"rate": rate, "cpu": 100 * (sum(controller.cpu_times()[:2]) - before) / seconds}
+    spent, seconds = sum(controller.cpu_times()[:2]) - before, time.monotonic() - began
+    row: dict[str, Any] = {"rate": rate, "cpu": 100 * spent / seconds, "machine": psutil.cpu_percent()}
+    row["failed"] = sum(len(one["failed"]) for one in found)
     for kind in ("warm", "cold"):
         waited = np.concatenate([one[kind] for one in found])
         row[kind] = len(waited)

@@ -454,9 +454,9 @@ def registering(address, channel, secret, node=0, nonce=bytes(32)):
     said.put(pb.ShardReports(reports=[pb.ShardReport(hello=hello)]))
     commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
 
-    def register(one):
+    def register(one, *more):
         one.proof = messages.proof(secret.encode(), b"shard", challenge.nonce, nonce)
-        said.put(pb.ShardReports(reports=[pb.ShardReport(registration=one)]))
+        said.put(pb.ShardReports(reports=[pb.ShardReport(registration=one), *more]))
         return answer()
 
     def answer():
@@ -493,6 +493,28 @@ def test_an_outsider_is_no_shard(server):
             assert register(one).HasField("claim")
         with registering(address, channel, SECRET, nonce=b"short") as (refused, _):
             assert isinstance(refused, ProtocolError)
+
+
+def test_a_report_that_fails_ends_its_shard_alone(server):
+    """One thread applies the reports of all shards."""
+    _, controller, address = server
+    hear = controller.hear
+
+    def failing(handle, report):
+        if report.HasField("leaving"):
+            raise ValueError("a defect")
+        hear(handle, report)
+
+    controller.hear = failing
+    own = registration(0, agreement=controller.agreement.digest())
+    with open_channel(address) as channel:
+        for said in (pb.ShardReport(leaving=True), pb.ShardReport(stats=pb.ShardStats(device="x"))):
+            with registering(address, channel, SECRET) as (_, register):
+                assert register(own, said).HasField("claim")
+                if said.HasField("stats"):
+                    until(lambda: [one.stats.device for one in controller.shards.live().values()] == ["x"], "heard")
+                else:
+                    until(lambda: not controller.shards.live(), "its stream has ended")
 
 
 def test_a_shard_that_does_not_register_is_ended():
