@@ -506,7 +506,7 @@ def test_a_report_that_fails_ends_its_shard_alone(server):
         hear(handle, report)
 
     controller.hear = failing
-    own = registration(0, agreement=controller.agreement.digest())
+    own = registration(0, agreement_digest=controller.agreement.digest())
     with open_channel(address) as channel:
         for said in (pb.ShardReport(leaving=True), pb.ShardReport(stats=pb.ShardStats(device="x"))):
             with registering(address, channel, SECRET) as (_, register):
