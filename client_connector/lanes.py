@@ -84,7 +84,7 @@ class ShardLanes:
     def __init__(self, links: Collection[Link], layout: Layout, twins: TwinLinks | None = None) -> None:
         """`twins`: where there are replicas, what connects lost links again."""
         self._twins, self._width = twins, layout.width
-        self.failover = twins.failover if twins is not None else 0.0
+        self.failover = twins.preference.failover if twins is not None else 0.0
         self._lanes: list[list[Lane]] = [[] for _ in range(layout.width)]  # by shard: the preferred one first
         self._suspects: dict[str, float] = {}  # host -> until when, time.monotonic()
         for link in links if twins is None else twins.take():
@@ -98,7 +98,10 @@ class ShardLanes:
         return self._devices == {device}
 
     def _add(self, link: Link) -> None:
-        lanes, first = self._lanes[link.shard % self._width], self._twins.replica if self._twins is not None else 0
+        lanes, first = (
+            self._lanes[link.shard % self._width],
+            self._twins.preference.replica if self._twins is not None else 0,
+        )
         lanes.append(Lane(link))
         self._suspects.pop(link.host, None)
         lanes.sort(key=lambda lane: (lane.shard // self._width != first, lane.shard))

@@ -7,20 +7,25 @@ the next one. So no step is in flight on the shards that a client leaves.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from client_connector.twins import TwinLinks
 from lora_server.transport.base import Link
 from lora_server.wire.terms import Terms
 
 
 class Move(NamedTuple):
-    """The shards of another placement, and the terms by which steps go to them."""
+    """The shards of another placement, and the terms by which steps go to them. `twins`: as a session has them."""
 
     terms: Terms
-    links: list[Link]
+    links: Sequence[Link]
+    twins: TwinLinks | None = None
 
     def drop(self) -> None:
         """Close the links."""
+        if self.twins is not None:
+            self.twins.close()
         for link in self.links:
             link.close()
 
@@ -43,7 +48,7 @@ class MoveSlot:
 
     def take(self) -> Move | None:
         """Begin a step: return the move to make before it, if there is one. `end` ends the step."""
-        self._is_stepping = True  # set before `_move` is read: `generation` reads both in the other order
+        self._is_stepping = True  # set before `_move` is read: `next` reads both in the other order
         if self._move is None:
             return None
         with self._lock:
@@ -54,10 +59,10 @@ class MoveSlot:
         """End a step: its answers have come, or never will."""
         self._is_stepping = False
 
-    def generation(self, now: int) -> int:
-        """Return the generation by which every step goes that is in flight, or to come; `now`: that of the last one."""
+    def next(self) -> Move | None:
+        """Return the move by which every step goes that is in flight, or to come; None if one may go otherwise."""
         move = self._move
-        return now if move is None or self._is_stepping else move.terms.placement.generation
+        return None if move is None or self._is_stepping else move
 
     def close(self) -> None:
         """Drop the move, and each that is offered later."""

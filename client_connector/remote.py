@@ -30,7 +30,7 @@ from client_connector.lease import LeaseCalls, PrefetchSender
 from client_connector.moves import Move, MoveSlot
 from client_connector.reconnect import while_away
 from client_connector.session import Server, Session
-from client_connector.twins import TwinLinks
+from client_connector.twins import Preference, TwinLinks
 from lora_server import telemetry
 from lora_server.errors import (
     LeaseError,
@@ -138,7 +138,7 @@ class RemoteSession(Session):
 
     def _connect(self, lease: pb.Lease, deadline: float) -> None:
         self.calls.proof = Proof(lease.client, lease.epoch, lease.key)  # first: `leave` shows it
-        layout = replace(Layout.parse(lease.layout), replicas=lease.replicas or 1)
+        layout = Layout.parse(lease.layout, lease.replicas or 1)
         self.terms = Terms(
             lease.client,
             lease.epoch,
@@ -158,24 +158,30 @@ class RemoteSession(Session):
             self.links += connect_world(place, self.terms, self._server.device, lambda: self.calls.lost is None)
             return
         self.endpoints = list(lease.endpoints)
-        if layout.replicas == 1 or not self._server.links:
-            self._open_links(self.links, self.terms, lease.endpoints, deadline)
-            return
-        open_link = partial(self._open_link, generation=lease.generation)
-        twins = TwinLinks(self.links, open_link, layout, lease.replica, lease.failover_us * 1e-6)
-        twins.join(self._sorted(lease.endpoints), deadline)
-        self.twins = twins  # from now on heartbeats mend it
+        if self._server.links:
+            preference = Preference(lease.replica, lease.failover_us * 1e-6) if layout.replicas > 1 else None
+            placed = self.terms.placement, preference
+            self.twins = self._open_links(self.links, placed, lease.endpoints, deadline)  # heartbeats mend it
 
-    def _open_links(self, links: list[Link], terms: Terms, endpoints: Iterable[pb.Endpoint], deadline: float) -> None:
-        """Add a link to each shard of a placement, if this session pushes steps."""
-        for endpoint in self._sorted(endpoints):
-            links.append(self._open_link(endpoint, deadline, terms.placement.generation))
-
-    def _sorted(self, endpoints: Iterable[pb.Endpoint]) -> list[pb.Endpoint]:
-        chosen = sorted(endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
+    def _open_links(
+        self,
+        links: list[Link],
+        placed: tuple[Placement, Preference | None],
+        endpoints: Iterable[pb.Endpoint],
+        deadline: float,
+    ) -> TwinLinks | None:
+        """Add a link to each shard of a placement; with a preference, to one of twins at least, and return them."""
+        (placement, preference), chosen = placed, sorted(endpoints, key=lambda endpoint: endpoint.shard)
         if self._server.transport == "auto":
             tell_far(chosen)
-        return chosen
+        open_link = partial(self._open_link, generation=placement.generation)
+        if preference is None:
+            for endpoint in chosen:
+                links.append(open_link(endpoint, deadline))
+            return None
+        twins = TwinLinks(links, open_link, placement, preference)
+        twins.join(chosen, deadline)
+        return twins
 
     def _open_link(self, endpoint: pb.Endpoint, until: float, generation: int = 1) -> Link:
         server, (client, epoch, key) = self._server, self.calls.proof
@@ -186,10 +192,11 @@ class RemoteSession(Session):
     def _offer_move(self, move: pb.Move, deadline: float) -> None:
         """Connect to the shards of another placement, for the client to go by it. An error leaves it where it is: the
         next heartbeat tries again."""
-        placement = Placement(self.terms.spec, Layout.parse(move.layout), move.generation)
-        offered = Move(replace(self.terms, placement=placement), [])
+        layout, links = Layout.parse(move.layout, self.terms.layout.replicas), list[Link]()
+        offered = Move(replace(self.terms, placement=Placement(self.terms.spec, layout, move.generation)), links)
         try:
-            self._open_links(offered.links, offered.terms, move.endpoints, deadline)
+            placed = offered.terms.placement, self.twins.preference if self.twins is not None else None
+            offered = offered._replace(twins=self._open_links(links, placed, move.endpoints, deadline))
             if self.calls.holder is not None:
                 self.borrow(self.calls.holder)  # the new shards do not know of it
         except LoraServerError as error:
@@ -205,8 +212,8 @@ class RemoteSession(Session):
         while not self._left.wait(min(lease_seconds / 4, pause)):
             pause = usual  # if this one is lost: the lease goes on ending
             try:
-                twins, seconds = self.twins, lease_seconds / 2
-                reply = self._beat(seconds, twins.lacking() if twins is not None else ())
+                (generation, twins), seconds = self._placed(), lease_seconds / 2
+                reply = self._beat(seconds, generation, twins.lacking() if twins is not None else ())
                 pause = max(usual, reply.pause)
                 self._sender.report(restores=reply.forgot)
                 if reply.HasField("move") and reply.move.generation > self._moved_to:  # else it was offered already
@@ -221,10 +228,19 @@ class RemoteSession(Session):
             except LoraServerError:  # the controller may come back: only the server itself ends a lease
                 continue
 
-    def _beat(self, seconds: float, lacking: Sequence[int]) -> pb.HeartbeatReply:
+    def _placed(self) -> tuple[int, TwinLinks | None]:
+        """Return the generation by which every step goes that is in flight, or to come, and the twins' links of that; 0
+        where this session pushes none by links of its own."""
+        if not self.links or self._server.in_world:
+            return 0, None
+        if (move := self.moves.next()) is not None:
+            return move.terms.placement.generation, move.twins
+        twins = self.twins  # read once: the thread of the steps may adopt a move meanwhile
+        return (self.terms.placement.generation if twins is None else twins.generation), twins
+
+    def _beat(self, seconds: float, generation: int, lacking: Sequence[int]) -> pb.HeartbeatReply:
         """Send a heartbeat; return its answer. If that is lost, the next one tells the same waits again."""
-        waits, pushes = self._server.waits.messages(), bool(self.links) and not self._server.in_world
-        generation = self.moves.generation(self.terms.placement.generation) if pushes else 0
+        waits = self._server.waits.messages()
         request = pb.HeartbeatRequest(lacking=lacking, waits=waits, generation=generation)
         reply = self._holdings.beat(self.calls, seconds, request)
         self._server.waits.merge(waits, -1)

@@ -26,9 +26,9 @@ class Session(ABC):
 
     def adopt(self, move: Move) -> None:
         """Push steps to the shards of another placement from now on. For the thread that starts them."""
-        left, self.links, self.terms = self.links, move.links, move.terms
-        for link in left:
-            link.close()
+        left = Move(self.terms, self.links, self.twins)
+        self.terms, self.links, self.twins = move
+        left.drop()
 
     @abstractmethod
     def acquire(self, names: Sequence[str], deadline: float = 0.0, loaded: bool = False) -> list[Held]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import structlog
 
 from lora_server.errors import LeaseError, LoraServerError, ShardUnavailableError
 from lora_server.logs import Repeats
-from lora_server.placement import Layout
+from lora_server.placement import Placement
 from lora_server.transport.base import Link
 from lora_server.wire import lora_server_pb2 as pb
 
 Open = Callable[[pb.Endpoint, float], Link]  # by a deadline, time.monotonic()
 log = structlog.get_logger()
+
+
+class Preference(NamedTuple):
+    """The replica that a client's steps prefer, and the seconds without an answer after which one goes to a twin."""
+
+    replica: int
+    failover: float
 
 
 class TwinLinks:
@@ -23,11 +31,10 @@ class TwinLinks:
     The thread of the steps takes links, and gives back those that broke; that of the heartbeats connects them again.
     """
 
-    def __init__(self, links: list[Link], open_link: Open, layout: Layout, replica: int, failover: float) -> None:
-        """`links`: the session's own, which it closes. `replica`: that its steps prefer. `failover`: seconds without an
-        answer after which a step goes to a twin."""
-        self._links, self._open, self._layout = links, open_link, layout
-        self.replica, self.failover = replica, failover
+    def __init__(self, links: list[Link], open_link: Open, placement: Placement, preference: Preference) -> None:
+        """`links`: the session's own, which it closes."""
+        self._links, self._open, self._layout = links, open_link, placement.layout
+        self.generation, self.preference = placement.generation, preference
         self._arrived: list[Link] = []
         self._is_closed = False
         self._complain = Repeats(log.warning)

@@ -36,12 +36,12 @@ class Layout:
             raise ConfigError(f"layout: got {got}, expected all three to be at least 1")
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str, replicas: int = 1) -> Layout:
         """Return the layout of a text such as `ep2-pp4`; raises ConfigError for anything else."""
         match = re.fullmatch(r"ep(\d{1,4})-pp(\d{1,4})", text.strip().lower())
         if match is None:
             raise ConfigError(f"layout: got {text!r}, expected epX-ppY such as ep2-pp2")
-        return cls(int(match[1]), int(match[2]))
+        return cls(int(match[1]), int(match[2]), replicas)
 
     def __str__(self) -> str:
         return f"ep{self.ep}-pp{self.pp}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -317,13 +316,12 @@ class ServeConfig(BaseSettings):
     @property
     def replicated(self) -> Layout:
         """The layout, with its replicas."""
-        return replace(Layout.parse(self.layout), replicas=self.replicas)
+        return Layout.parse(self.layout, self.replicas)
 
     @property
     def why_fixed(self) -> str:
         """Why the server cannot be resized; empty if it can."""
         settings = {
-            f"--replicas {self.replicas}": self.replicas > 1,
             f"--gpu-transport {self.gpu_transport}": self.gpu_transport != "cuda_ipc",
             f"--data-port-base {self.data_port_base}": self.data_port_base is not None,
         }

@@ -68,7 +68,7 @@ class Arrivals:
         handle = ShardHandle(registration)
         if (staged := self._staged(handle)) is not None:
             return self._stage(handle, staged)
-        self._check(registration, self.agreement)
+        self._check(registration, self.agreement, self._shards)
         with self._lock:
             self._shards.arrive(handle, self._start.settled.is_set())  # first: what it keeps counts if it has its rank
             try:
@@ -107,7 +107,7 @@ class Arrivals:
         with self._lock:
             if self.other is None or self._staged(handle) is not staged:
                 raise LeaseError(f"shard {handle.shard}: the server is not resized any more; it ends")
-            self._check(handle.registration, self.other)
+            self._check(handle.registration, self.other, staged.shards)
             staged.shards.arrive(handle)
             handle.commands.send(self._claim(handle, self.run, staged.shards))
             staged.introduce(handle, (), first=self._adapters.admission.active())
@@ -157,13 +157,13 @@ class Arrivals:
         self._adapters.admission.introduce(handle, presumed)
         self._clients.introduce(handle, grants)
 
-    def _check(self, registration: pb.Registration, agreement: Agreement) -> None:
+    def _check(self, registration: pb.Registration, agreement: Agreement, shards: ShardTable) -> None:
         if registration.agreement_digest != agreement.digest() or registration.shard >= agreement.layout.num_shards:
             raise ConfigError(
                 f"shard {registration.shard} of node {registration.node}: started with other settings than the "
                 f"controller's ({agreement.describe()}); start every node with the same model and flags"
             )
-        live, own = self._shards.live(), registration.pool_bytes
+        live, own = shards.live(), registration.pool_bytes
         for twin in agreement.layout.twins(registration.shard):
             is_other = twin in live and twin != registration.shard
             if is_other and (pool := live[twin].registration.pool_bytes) != own:

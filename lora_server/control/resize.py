@@ -85,9 +85,11 @@ class Resize:
         shards = self._parts.shards
         if not 0 < generation < shards.generation:
             return None
-        endpoints = [handle.registration.endpoint for handle in shards.live().values()]
-        whole = len(endpoints) == shards.layout.num_shards
-        return pb.Move(generation=shards.generation, layout=str(shards.layout), endpoints=endpoints) if whole else None
+        live, layout = shards.live(), shards.layout
+        if layout.unserved([shard for shard in range(layout.num_shards) if shard not in live]):
+            return None
+        endpoints = [handle.registration.endpoint for handle in live.values()]
+        return pb.Move(generation=shards.generation, layout=str(layout), endpoints=endpoints)
 
     def run(self, layout: str, seconds: float) -> pb.ResizeReply:
         """Serve in another layout: wait up to `seconds` for its shards to be loaded, and as long again for the clients
@@ -126,7 +128,7 @@ class Resize:
             raise ConfigError(f"--layout: got {layout}, and {self._support.refusal}: start it with that --layout")
         now = self._parts.arrivals.agreement
         self._generation += 1
-        following = replace(now, layout=Layout.parse(layout), generation=self._generation)
+        following = replace(now, layout=Layout.parse(layout, now.layout.replicas), generation=self._generation)
         if following.layout == now.layout:
             raise ConfigError(f"--layout: got {layout}, expected another than the server's own")
         require_work(following.placement)
@@ -217,6 +219,7 @@ class Resize:
         with parts.arrivals.alone():
             new.require_up()
             parts.adapters.admission.swap(new.sync, str(agreement.layout))
+            parts.clients.twins.clear()
             parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)

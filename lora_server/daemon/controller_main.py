@@ -140,7 +140,7 @@ class ControllerProcess:
         placed = layouts.current()
         if placed.layout != self.config.layout:
             log.info("serving the layout that the server was resized to", given=self.config.layout, **placed._asdict())
-        return replace(given, layout=Layout.parse(placed.layout), generation=placed.generation)
+        return replace(given, layout=Layout.parse(placed.layout, given.layout.replicas), generation=placed.generation)
 
     def _publish(self, events: EventLog) -> EventsService:
         """Publish events until the process stops, unless `--events off`. Raises ConfigError."""

@@ -1,5 +1,6 @@
 """`--replicas 2`, on two nodes of one host, under engines that check every answer: one of twins may always fail."""
 
+import json
 import os
 import signal
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from tests.support.fleet import Fleet, now
+from tests.support.resizing import placed, resize, shards
 from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 
@@ -93,6 +95,26 @@ def test_a_killed_shard_fails_no_request(nodes, load, tmp_path):
             all_gone([killed])
             fleet.all_right_again(now())
             until(lambda shard=shard, pid=killed.pid: nodes.shards()[shard].pid not in (0, pid), "it is restarted")
+            until(lambda: nodes.degraded() == "", "its twin is back")
+            nodes.wait_spread()
+
+
+def test_a_resize_fails_no_request_and_no_shard_that_dies_after_it_does(nodes, load, tmp_path):
+    address = nodes.first.address
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        for generation, (layout, width) in enumerate({"ep1-pp1": 1, "ep2-pp1": 2}.items(), start=2):
+            old, done = shards(address), resize(address, layout)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["moved"] == 2, "under the lease that they have"
+            all_gone(old)
+            assert placed(address) == (layout, generation)
+            assert [(one.replica, one.node) for one in nodes.shards()] == [(0, 0)] * width + [(1, 1)] * width
+            nodes.wait_spread()
+            killed = shards(address)[0]
+            killed.kill()
+            all_gone([killed])
+            fleet.all_right_again(now())
+            until(lambda pid=killed.pid: nodes.shards()[0].pid not in (0, pid), "it is restarted")
             until(lambda: nodes.degraded() == "", "its twin is back")
             nodes.wait_spread()
 

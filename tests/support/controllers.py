@@ -22,8 +22,8 @@ from tests.support.workload import spec_of
 SPEC = spec.load("mixtral-8x7b")
 
 
-def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=0, **more):
-    agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
+def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=0, replicas=1, **more):
+    agreement = Agreement(SPEC, Layout.parse(layout, replicas), "float32", "independent", 64)
     controller = Controller(agreement, restarted=restarted, max_active_adapters=most_active, **more)
     if settled:
         controller.start.settled.set()

@@ -26,12 +26,20 @@ class TwinConnections:
             parted.add(shard)
             return parted.issuperset(up)
 
-    def offer(self, client: int, lacking: Collection[int]) -> list[ShardHandle]:
-        """Return those that are up, of the shards that a client says it has no connection to."""
+    def offer(self, client: int, lacking: Collection[int], generation: int) -> list[ShardHandle]:
+        """Return those that are up, of the shards that a client says it has no connection to; none where it goes by
+        another generation of the placement."""
+        if generation != self._shards.generation:
+            return []
         with self._lock:
             self._parted.get(client, set()).intersection_update(lacking)
         live = self._shards.live()
         return [live[shard] for shard in lacking if shard in live]
+
+    def clear(self) -> None:
+        """Forget all, since other shards have their numbers now."""
+        with self._lock:
+            self._parted.clear()
 
     def introduce(self, handle: ShardHandle) -> None:
         """Send a shard that registered the clients that its twins serve, before anything that they hold."""

@@ -166,7 +166,7 @@ class ClientsService:
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
         proof = self._own(request, who)
         forgot = self._clients.heartbeat(proof, request.settled, request.waits, request.generation)
-        up = self._clients.twins.offer(proof.client, request.lacking)
+        up = self._clients.twins.offer(proof.client, request.lacking, request.generation)
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
         endpoints = [one.registration.endpoint for one in level]
         move = self._controller.resize.move_for(request.generation)

@@ -131,7 +131,8 @@ def test_a_client_is_gone_when_it_has_a_connection_to_no_twin(controller):
     clients.gone(1, lease.client, lease.epoch)
     clients.gone(2, lease.client, lease.epoch)
     assert leases.find(lease.client, lease.epoch), "it has one to shard 3, and one to shard 0"
-    assert [one.shard for one in clients.twins.offer(lease.client, [2])] == [2], "it has one to shard 1 again"
+    assert [one.shard for one in clients.twins.offer(lease.client, [2], 1)] == [2], "it has one to shard 1 again"
+    assert not clients.twins.offer(lease.client, [2], 2), "shards of another placement have its numbers"
     clients.gone(3, lease.client, lease.epoch)
     assert leases.find(lease.client, lease.epoch)
     clients.gone(0, lease.client, lease.epoch)

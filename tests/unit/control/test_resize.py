@@ -37,8 +37,8 @@ def followed(**settings):
         (
             "ep2-pp1",
             60,
-            ResizeSupport(refusal="a server with 2 replicas cannot"),
-            "got ep2-pp1, and a server with 2 replicas cannot: start it with that --layout",
+            ResizeSupport(refusal="a server with --data-port-base 7500 cannot"),
+            "got ep2-pp1, and a server with --data-port-base 7500 cannot: start it with that --layout",
         ),
         ("ep2-pp1", 0, OFFERED, "--seconds: got 0, expected 1 to 3600"),
         ("ep1-pp1", 60, OFFERED, "expected another than the server's own"),
@@ -259,6 +259,71 @@ def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_no
     with pytest.raises(LeaseError, match="placement generation 1, expected 2"):
         ToldShard(controller, generation=1, agreement_digest=digest)
     for shard in (again, *new):
+        shard.close()
+
+
+def test_a_client_moves_to_one_of_twins_and_what_it_lost_before_counts_no_more():
+    new = []
+
+    def start():
+        if 2 in controller.nodes.layouts and not new:
+            digest = controller.arrivals.other.digest()
+            new.extend(ToldShard(controller, shard=shard, generation=2, agreement_digest=digest) for shard in range(4))
+
+    def endpoints():
+        move = controller.resize.move_for(1)
+        return None if move is None else len(move.endpoints)
+
+    def lose(shard):
+        shard.close()
+        controller.arrivals.depart(shard.handle)
+
+    controller = make_controller(replicas=2, resize=OFFERED, timings=SOON)
+    controller.nodes.connect(0, start)
+    controller.start.registered.set()
+    old = [ToldShard(controller, shard=shard) for shard in range(2)]
+    leases = controller.clients.leases
+    leases.adopt([pb.Grant(client=1, epoch=1, key=b"1")], 1)
+    controller.clients.heartbeat(Proof(1, 1, b"1"), generation=1)
+    controller.clients.gone(0, 1, 1)
+    with ThreadPoolExecutor(1) as thread:
+        resized = resizing(controller, thread)
+        until(lambda: controller.resize.status().state == "moving", "the new shards serve")
+        assert endpoints() == 4
+        lose(new[0])
+        assert endpoints() == 3, "the twin of the first serves"
+        lose(new[2])
+        assert endpoints() is None
+        new[0] = ToldShard(controller, shard=0, generation=2, agreement_digest=controller.agreement.digest())
+        assert endpoints() == 3
+        controller.clients.heartbeat(Proof(1, 1, b"1"), generation=2)
+        assert resized.result(HANG_SECONDS).moved == 1 and controller.agreement.layout.replicas == 2
+    new[2] = ToldShard(controller, shard=2, generation=2, agreement_digest=controller.agreement.digest())
+    controller.clients.gone(2, 1, 1)
+    assert leases.find(1, 1), "it has a connection to shard 0, whose number another shard had before"
+    for shard in (*old, *new):
+        shard.close()
+
+
+def test_new_twins_need_pools_of_one_size():
+    controller = make_controller(replicas=2, resize=OFFERED, timings=SOON)
+    controller.start.registered.set()
+    old = [ToldShard(controller, shard=shard, pool_bytes=10) for shard in range(2)]
+    found, new = [], []
+
+    def start():
+        if 2 in controller.nodes.layouts and not found:
+            fields = {"generation": 2, "agreement_digest": controller.arrivals.other.digest()}
+            new.append(ToldShard(controller, shard=0, pool_bytes=20, **fields))
+            with pytest.raises(ConfigError, match=r"shard 2 .* of 30 bytes, expected 20, .*shard 0") as error:
+                new.append(ToldShard(controller, shard=2, pool_bytes=30, **fields))
+            found.append(error)
+
+    controller.nodes.connect(0, start)
+    with pytest.raises(ServerUnavailableError, match="not ready within 1 s"):
+        controller.resize.run("ep2-pp1", 1)
+    assert found
+    for shard in (*old, *new):
         shard.close()
 
 
