@@ -39,7 +39,10 @@ def on_device(device: torch.device) -> Iterator[None]:
     """
     import cupy
 
-    before = cupy.cuda.driver.ctxGetCurrent()
+    try:
+        before = cupy.cuda.driver.ctxGetCurrent()
+    except cupy.cuda.driver.CUDADriverError:  # nothing of this process has called CUDA before
+        before = 0
     cupy.cuda.runtime.setDevice(device.index)
     try:
         yield

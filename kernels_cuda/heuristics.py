@@ -15,7 +15,7 @@ STAGES = 2  # tiles that a warp has under way or in hand
 WARPS = 8
 
 
-_RECORD_BYTES, _BARRIER_BYTES = 48, 8
+_RECORD_BYTES, _BARRIER_BYTES, _SEGMENT_BYTES = 48, 8, 16
 
 
 def _aligned(nbytes: int) -> int:
@@ -34,7 +34,8 @@ class Variant:
     def shared_bytes(self) -> int:
         """Shared memory of one block: sizeof(BlockMemory) in source/lora_step.cu."""
         warp = self.stages * (TILE_BYTES + _RECORD_BYTES + _BARRIER_BYTES) + MAX_RANK // GROUP * FRAGMENT_BYTES
-        return _aligned(self.warps * _aligned(warp) + 2 * 4 * self.warps * 32)
+        shares = (2 * 4 + _SEGMENT_BYTES) * self.warps * 32 + 16
+        return _aligned(self.warps * _aligned(warp) + shares)
 
     @property
     def defines(self) -> tuple[str, ...]:

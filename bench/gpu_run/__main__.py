@@ -1,4 +1,4 @@
-"""python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--budget SECONDS] [--rehearse] [--back DIR] ...
+"""python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--mps] [--budget SECONDS] [--rehearse] ...
 
 Runs what wants a GPU, stage by stage, and writes after each. A second call goes on where the first one stopped: what
 passed or failed is skipped, what was cut (at its deadline, or with the run) or could not run begins again, and what
@@ -10,6 +10,7 @@ Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu_run import archive, carried, report, runner
+from bench.gpu_run import archive, carried, mps, report, runner
 from bench.gpu_run.stage import NO_GPU, REHEARSED
 from bench.gpu_run.stages import STAGES, Stage, chosen
 from bench.gpu_run.state import Outcome, Results, code_digest
@@ -45,6 +46,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="the stages, their limits and how they ended")
     parser.add_argument("--only", default="", metavar="STAGE,...", help="these stages; all by default")
     parser.add_argument("--again", action="store_true", help="also those that passed or failed")
+    parser.add_argument("--mps", action="store_true", help="stages under CUDA's MPS, with results of their own")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for this call (%(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="everything up to the GPU; needs none")
     parser.add_argument("--out", type=Path, default=OUT, help="for the report and the kernels' JSON (%(default)s)")
@@ -134,7 +136,7 @@ def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> di
 
 def run(arguments: argparse.Namespace, console: Console) -> bool:
     """The stages that are left and fit the budget; whether all that were asked for have passed."""
-    began, gpu = time.monotonic(), gpu_name()
+    began, gpu = time.monotonic(), gpu_name() + mps.SUFFIX * arguments.mps
     try:
         if count := archive.unpack(arguments.back, arguments.raw, arguments.out):
             console.print(f"going on from {arguments.back}: {count} files unpacked")
@@ -142,12 +144,30 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
         sys.exit(str(error))
     results = Results(arguments.raw / gpu)
     environment = prepare(arguments, results.folder, console)
-    more = ("--carried", str(arguments.carried.resolve()))
-    code = code_digest()
     if arguments.again:
         for stage in arguments.stages:
             results.forget(stage.name)
         save(arguments, results, gpu, console)  # the archive, too, forgets
+    with mps.running(environment) if arguments.mps else contextlib.nullcontext(environment) as own:
+        waiting = run_stages(arguments, results, gpu, own, began, console)
+    if waiting:
+        console.print(f"left for the next call: {', '.join(waiting)}")
+    written = save(arguments, results, gpu, console)
+    console.print(f"{written}; what each stage found: {results.folder}; to go on elsewhere: {arguments.back}")
+    outcomes = [results.load(stage.name) for stage in arguments.stages]
+    return all(outcome is not None and outcome.ending == "passed" for outcome in outcomes)
+
+
+def run_stages(
+    arguments: argparse.Namespace,
+    results: Results,
+    gpu: str,
+    environment: dict[str, str],
+    began: float,
+    console: Console,
+) -> list[str]:
+    """Run the stages that have not ended and fit the budget; return the names of the others."""
+    more, code = ("--carried", str(arguments.carried.resolve())), code_digest()
     waiting = []
     for stage in arguments.stages:
         if results.ended(stage.name):
@@ -157,12 +177,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
             continue
         show(runner.run(stage, results, environment, code, more), console)
         save(arguments, results, gpu, console)
-    if waiting:
-        console.print(f"left for the next call: {', '.join(waiting)}")
-    written = save(arguments, results, gpu, console)
-    console.print(f"{written}; what each stage found: {results.folder}; to go on elsewhere: {arguments.back}")
-    outcomes = [results.load(stage.name) for stage in arguments.stages]
-    return all(outcome is not None and outcome.ending == "passed" for outcome in outcomes)
+    return waiting
 
 
 def save(arguments: argparse.Namespace, results: Results, gpu: str, console: Console) -> Path:

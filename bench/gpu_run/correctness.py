@@ -23,7 +23,8 @@ def work(record: Record, _: argparse.Namespace) -> bool:
             continue
         began = time.monotonic()
         result = correctness.check(case, device, ways)
-        facts = {"error": result["error"], "same_bits": result["same_bits"], "good": correctness.right(case, result)}
+        facts = {name: result[name] for name in ("error", "rounding", "same_bits")}
+        facts["good"] = correctness.right(result)
         record.add("case", name=str(case), **facts, seconds=round(time.monotonic() - began, 2))
     return all(line["good"] for line in record.find("case"))
 

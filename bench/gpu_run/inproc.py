@@ -210,8 +210,10 @@ def captured(device: torch.device, work: Callable[[], None]) -> Callable[[], obj
         return work
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode=CAPTURE)
-    work()
-    graph.capture_end()
+    try:
+        work()
+    finally:  # or nothing else could be captured on this stream
+        graph.capture_end()
     return graph.replay
 
 

@@ -128,14 +128,15 @@ class Ends:
         numbers = [1, self.count, self.count, self.count], [0, 0, 0, self.count]
         self.counts, self.segments = (torch.tensor(one, dtype=torch.int32, device=device) for one in numbers)
         self.map = torch.arange(self.count, dtype=torch.int32, device=device)
+        self.sent = torch.zeros(1, dtype=torch.int64, device=device)
 
     def send(self, way: str) -> None:
         """The client's kernel, behind a stamp."""
         self.kernels.launch("stamp", [self.word(BEGAN)], 1)
         if way == "push":
-            tensors = (self.state, self.header, self.x, self.counts, self.segments, self.order, self.map)
+            tensors = (self.state, self.sent, self.header, self.x, self.counts, self.segments, self.order, self.map)
             values = (*(tensor.data_ptr() for tensor in tensors), 0, ROW_BYTES, ROW_BYTES)
-            self.kernels.gpu.launch("link_put_vectors", values)
+            self.kernels.gpu.functions.launch("link_put_vectors", values)
             return
         rows = self.slot.data_ptr() + self.at.rows
         to, nbytes = (self.slot.data_ptr(), slot.HEADER_BYTES) if way == "pull" else (rows, self.nbytes)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run import planner
+from bench.gpu_run import mps, planner
 from bench.gpu_run.record import picked
 from bench.gpu_run.stages import STAGES, Stage
 from bench.gpu_run.state import ROOT, Outcome, Results
@@ -25,6 +25,7 @@ SLICED = {stage.name for stage in STAGES if stage.sliced}
 SLICED_NOTE = (
     "Time-sliced: processes take turns on one GPU, so no time here is a latency of the path (`inproc` has those)."
 )
+SHARED_NOTE = "Under MPS: the processes share the GPU, so the engine's kernels and the shard's take from each other."
 CELL = kernels_report.CELL
 TRANSPORT = "gpu"  # of the profile: the one whose kernels these are
 Section = Callable[[dict[str, Outcome]], str]
@@ -78,7 +79,8 @@ def text(stages: Sequence[Stage], outcomes: dict[str, Outcome], gpu: str, date: 
     parts += _sections(FIRST, outcomes)
     parts += [_stages(stages, outcomes), *_sections(SECTIONS, outcomes)]
     parts += [_log(outcome) for outcome in outcomes.values() if outcome.ending in ("failed", "cut")]
-    return "\n\n".join(parts) + "\n"
+    whole = "\n\n".join(parts) + "\n"
+    return whole.replace(SLICED_NOTE, SHARED_NOTE) if gpu.endswith(mps.SUFFIX) else whole
 
 
 def _sections(sections: Sequence[tuple[str, Section]], outcomes: dict[str, Outcome]) -> list[str]:

@@ -41,7 +41,7 @@ def step(case: Case) -> bool:
     device = torch.device("cuda", 0)
     made = correctness.make(case, device)
     out, wanted = made.run(kernels(device).launch), correctness.expected(made)
-    return bool((out.double() - wanted).norm() < correctness.LIMIT[case.dtype] * wanted.norm())
+    return correctness.near(correctness.errors(out, wanted))
 
 
 def routed(combine: bool) -> bool:

@@ -20,6 +20,7 @@ class Stamps:
 
     def take(self) -> None:
         """Stamp the next moment of a step; when captured in a graph, each replay stamps it again."""
+        self._link.queue.follow_engine()  # a queue joins a capture before its end can be waited for there
         self._link.queue.lead_engine()
         if self._on_gpu:
             self._events.append(torch.cuda.Event(enable_timing=True, external=True))

@@ -5,20 +5,21 @@
 // A warp's expand jobs, one tile each, for up to JOB_ROWS entries.
 struct ExpandWalk {
     const Args& a;
+    const ShareMemory& shares;
     int left = 0;  // units of cost from the beginning of the job at hand to the share's end
     int segment = 0, row = 0, pair = 0, window = 0;
     int tile = 0, end = 0, base_tile = 0;  // a range of the pair's tiles, counted from base_tile: its first in the pages
     int rank = 0;
     Segment s = {};
 
-    DEVICE explicit ExpandWalk(const Args& args) : a(args) {}
+    DEVICE ExpandWalk(const Args& args, const ShareMemory& its_shares) : a(args), shares(its_shares) {}
 
-    DEVICE void start(int begin, int stop, const int* through, int lane) {
+    DEVICE void start(int begin, int stop, int lane) {
         left = stop - begin;
         if (left == 0) return;
         int local;
-        find_segment(a, false, through, begin, lane, segment, local);
-        s = a.segment(segment);
+        find_segment(a, shares, false, begin, lane, segment, local);
+        s = shares.segment(a, segment);
         const int full = expand_tiles(a, a.blocks[s.block]) * job_cost(JOB_ROWS);
         row = local / full * JOB_ROWS;
         int job = local % full / cost();
@@ -91,7 +92,7 @@ struct ExpandWalk {
             if (row >= s.rows) {
                 row = 0;
 #pragma unroll 1
-                do s = a.segment(++segment);
+                do s = shares.segment(a, ++segment);
                 while (s.rows == 0);
             }
             enter();
@@ -105,26 +106,30 @@ struct Partials {
     int count;
 };
 
-// v of entries 8 b + token as B operands, each float as the sum of two 16-bit ones: (high, low) of group g in v[g][lane].
-template <class T> DEVICE void stage_v(const Args& a, const Partials& sums, const ExpandTile& t, int b, uint4 (*to)[LANES], int lane) {
-    const int entry = b * 8 + lane / 4;
-    const float* const v = sums.first + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
+// v of `rows` entries of a job, from its `first` on, as B operands for 8 entries each, every float as the sum of two 16-bit
+// ones: (high, low) of group g of entries 8 b .. in to[b * groups + g]. Each lane has another float4 under way: while
+// weights stream, a trip to L2 takes microseconds. What lies beyond the entries is multiplied, and stored nowhere.
+template <class T>
+DEVICE void stage_v(const Args& a, const Partials& sums, const ExpandTile& t, int first, int rows, uint4 (*to)[LANES], int lane) {
+    const int fours = 4 * t.groups;  // of an entry
     const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank / 4;
 #pragma unroll 1
-    for (int g = 0; g < t.groups; g++) {
-        const float4* const its = reinterpret_cast<const float4*>(v + g * 16);
-        const int count = entry < t.rows ? sums.count : 0;
+    for (int i = lane; i < rows * fours; i += LANES) {
+        const int entry = i / fours, four = i % fours;
+        const float* const v = sums.first + static_cast<int64>(t.first + first + entry) * a.max_rank + t.rank + four * 4;
+        const float4* const its = reinterpret_cast<const float4*>(v);
         float4 f[FEW_PARTIALS];
 #pragma unroll
-        for (int p = 0; p < FEW_PARTIALS; p++) f[p] = p < count ? load_l2(its + p * stride) : float4{0, 0, 0, 0};
+        for (int p = 0; p < FEW_PARTIALS; p++) f[p] = p < sums.count ? load_l2(its + p * stride) : float4{0, 0, 0, 0};
 #pragma unroll
         for (int p = 1; p < FEW_PARTIALS; p++)
-            if (p < count) f[0].x += f[p].x, f[0].y += f[p].y, f[0].z += f[p].z, f[0].w += f[p].w;
+            if (p < sums.count) f[0].x += f[p].x, f[0].y += f[p].y, f[0].z += f[p].z, f[0].w += f[p].w;
         const unsigned xy = pack<T>(f[0].x, f[0].y), zw = pack<T>(f[0].z, f[0].w);
         float x, y, z, w;
         unpack<T>(xy, x, y);
         unpack<T>(zw, z, w);
-        to[g][lane] = {xy, zw, pack<T>(f[0].x - x, f[0].y - y), pack<T>(f[0].z - z, f[0].w - w)};
+        to[entry / 8 * t.groups + four / 4][entry % 8 * 4 + four % 4] = {xy, zw, pack<T>(f[0].x - x, f[0].y - y),
+                                                                         pack<T>(f[0].z - z, f[0].w - w)};
     }
 }
 
@@ -227,7 +232,7 @@ DEVICE void expand_all(const Args& a, const Partials& sums, Ring& ring, Producer
         const bool fits = t.groups * eights <= MAX_GROUPS;
         if (fits && t.groups > 0 && (t.first != first || t.rank != rank)) {
             sync_warp();
-            for (int b = 0; b < eights; b++) stage_v<T>(a, sums, t, b, v + b * t.groups, ring.lane);
+            stage_v<T>(a, sums, t, 0, t.rows, v, ring.lane);
             sync_warp();
         }
         first = fits ? t.first : -1, rank = fits && t.groups > 0 ? t.rank : -1;
@@ -235,7 +240,7 @@ DEVICE void expand_all(const Args& a, const Partials& sums, Ring& ring, Producer
         for (int b = 0; b < eights; b++) {
             if (!fits) {
                 sync_warp();
-                stage_v<T>(a, sums, t, b, v, ring.lane);
+                stage_v<T>(a, sums, t, b * 8, lesser(t.rows - b * 8, 8), v, ring.lane);
                 sync_warp();
             }
             expand_entries<T, Out>(a, t, fragments, fits ? v + b * t.groups : v, b, ring.lane);

@@ -17,7 +17,7 @@ enum Phases { SHRINK_ONLY = 1, EXPAND_ONLY = 2, FUSED = 3 };
 
 struct BlockMemory {
     WarpMemory warps[WARPS];
-    int shrink_through[THREADS], expand_through[THREADS];
+    ShareMemory shares;
 };
 
 // Keeps a ring full: A first, then B.
@@ -26,7 +26,7 @@ struct Producer {
     ShrinkWalk shrink;
     ExpandWalk expand;
 
-    DEVICE Producer(const Args& a, Ring& its_ring) : ring(its_ring), shrink(a), expand(a) {}
+    DEVICE Producer(const Args& a, const ShareMemory& shares, Ring& its_ring) : ring(its_ring), shrink(a, shares), expand(a, shares) {}
     DEVICE void operator()() {
 #pragma unroll 1
         while (!ring.full() && (shrink.left || expand.left)) {
@@ -41,19 +41,20 @@ struct Producer {
 // rows of T, unsigned char for codes; results are of T.
 template <class T, int PHASES, class Row = unsigned short> DEVICE bool lora_step(const Args& a, BlockMemory& memory, Ring& ring) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
+    // Neighbours on the line are of different blocks: what one segment's many entries cost is no one multiprocessor's.
+    const int worker = warp * gridDim.x + blockIdx.x, workers = gridDim.x * WARPS;
     int& flag = memory.warps[0].flag;
-    Producer refill(a, ring);
+    Producer refill(a, memory.shares, ring);
     Partials v = {a.v, 1};
-    add_costs(a, memory.shrink_through, memory.expand_through);
+    add_costs(a, memory.shares);
     if (PHASES & SHRINK_ONLY) {
-        const int* through = memory.shrink_through;
-        refill.shrink.start(cut(through, worker, workers), cut(through, worker + 1, workers), through, lane);
+        const int* through = memory.shares.shrink_through;
+        refill.shrink.start(cut(through, worker, workers), cut(through, worker + 1, workers), lane);
         refill();
     }
     if (PHASES & EXPAND_ONLY) {
-        const int* through = memory.expand_through;
-        refill.expand.start(cut(through, worker, workers), cut(through, worker + 1, workers), through, lane);
+        const int* through = memory.shares.expand_through;
+        refill.expand.start(cut(through, worker, workers), cut(through, worker + 1, workers), lane);
         refill();
     }
     if (PHASES & SHRINK_ONLY) {

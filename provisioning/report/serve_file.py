@@ -69,7 +69,7 @@ def unmet(result: Result) -> Iterator[str]:
         "By default they use cuda_ipc or shm within a host and tcp between hosts; --transport plans for these."
     )
     if transport in ("nvshmem", "gpu"):
-        yield f"Unmeasured: {transport} on a GPU; it has run on emulated ones."
+        yield f"Unmeasured: {transport} between GPUs; it has run on emulated ones."
     if scenario.prefill == "apart":
         yield "Unmeasured: engines that decode only (vLLM's --kv-transfer-config) beside this server."
     if not scenario.model.profile.points:

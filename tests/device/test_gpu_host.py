@@ -178,7 +178,7 @@ class Added:
     def __call__(self) -> torch.Tensor:
         y = torch.zeros(ROWS, self.width, dtype=torch.bfloat16)
         self.captured.begin(60)
-        self.site.put(), self.site.wait(), self.site.add(y)
+        self.site.put(), self.site.add(y)
         self.captured.finish()
         return y
 
@@ -218,6 +218,7 @@ def test_captured_launches_outlive_their_link(host, steps):
     deltas, route = steps.step(), route_of(steps)
     added = Added(host, steps, route)
     assert torch.equal(added(), deltas) and torch.equal(added(), deltas) and added.pushed() == 2
+    assert added.captured.last().pushed_ns > 0, "the whole of the header is sent"
     route.counts.zero_()
     assert not added().any() and added.pushed() == 2
     route.counts.copy_(route_of(steps).counts)
@@ -230,6 +231,21 @@ def test_captured_launches_outlive_their_link(host, steps):
     added.link = host.join(steps.handle).link
     added.captured.take_over(added.link)
     assert torch.equal(added(), deltas) and added.pushed() == 1
+    added.link.close()
+
+
+def test_one_warp_waits_before_all_blocks_of_the_first_add(host, steps, monkeypatch):
+    """Where they waited themselves, they would take a shard's GPU from it."""
+    added, launched = Added(host, steps, route_of(steps)), list[str]()
+    launch = added.link.queue.launch
+    monkeypatch.setattr(
+        added.link.queue, "launch", lambda name, *values: (launched.append(name), launch(name, *values))
+    )
+    y = added()
+    added.site.add(y), added.captured.finish()
+    assert launched == ["link_put_vectors", "link_wait", "link_add_bfloat16", "link_add_bfloat16"]
+    added()
+    assert launched[4:] == launched[:3]
     added.link.close()
 
 

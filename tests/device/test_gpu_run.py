@@ -146,6 +146,27 @@ def test_a_run_continues_where_the_last_one_stopped_and_reports_after_each_stage
     assert set(began(tmp_path)) == {"first"}
 
 
+MPS = """#!/bin/sh
+echo "$1 $(basename "$CUDA_MPS_PIPE_DIRECTORY") $$" >> %s
+case "$1" in -f) exec sleep 600;; esac
+read -r command
+"""
+
+
+def test_stages_under_mps_have_a_service_of_their_own_that_ends_with_them(table, tmp_path, monkeypatch):
+    """The service is a stand-in that writes down how it was called; the real one is NVIDIA's."""
+    control, said = tmp_path / "nvidia-cuda-mps-control", tmp_path / "said"
+    control.write_text(MPS % said), control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert table("--mps", "--only", "first") == 0
+    calls = [line.rsplit(" ", 1) for line in said.read_text().splitlines()]
+    assert [how for how, _ in calls if how.startswith("-f")] == ["-f pipe"], "one service"
+    assert len(calls) >= 3, "it was asked whether it is there, and told to quit"
+    assert not any(psutil.pid_exists(int(pid)) for _, pid in calls) and not (tmp_path / "raw/no-gpu").exists()
+    assert "| first  | passed  |" in next((tmp_path / "out").glob("gpu_no-gpu-mps_*.md")).read_text()
+    assert command.gpu_name() == "no-gpu" and (tmp_path / "raw/no-gpu-mps/first.json").exists()
+
+
 def test_wrong_flags_are_named(capsys):
     least = "got 100 s, expected at least 375: peers may take 360 s"
     for flag, value, reason in (("--only", "probe,none", "got none, expected some of first, "),

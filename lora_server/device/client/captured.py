@@ -47,6 +47,7 @@ class CapturedSite:
         self._header = torch.frombuffer(memory, dtype=torch.uint8).to(captured.link.device)
         self._seq = torch.zeros(1, dtype=torch.int64, device=captured.link.device)  # of its step; 0: none was sent
         self._captured, self._x, self._route, self._by_entry = captured, x_TK, route, by_entry
+        self._has_waited = False  # for the step that was put last
         self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
         if header.dtype == slot.E4M3:
             self._dtype = f"e4m3_{self._dtype}"
@@ -74,6 +75,7 @@ class CapturedSite:
         row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
         halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
         way = self._dtype if self._dtype.startswith("e4m3") else "halves" if halves else "vectors"
+        self._has_waited = False
         tensors = (self._seq, self._header, x, route.counts, route.segments, rows, route.row_N)
         pointers = [link.state.address, *(tensor.data_ptr() for tensor in tensors)]
         link.queue.follow_engine()
@@ -89,7 +91,7 @@ class CapturedSite:
 
     def wait(self) -> None:
         """Wait, and add nothing, until the answer is there, the budget is over, or the watchdog ends it."""
-        link = self._captured.link
+        link, self._has_waited = self._captured.link, True
         link.queue.launch("link_wait", link.state.address, self._seq.data_ptr())
 
     def add(self, y: torch.Tensor, window: int = 0, column: int = 0) -> None:
@@ -116,6 +118,8 @@ class CapturedSite:
         numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, 0, count, skip)
         pointers = [link.state.address, *(tensor.data_ptr() for tensor in (self._seq, route.counts, rows))]
         link.queue.follow_engine()
+        if not self._has_waited:
+            self.wait()
         link.queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
         link.queue.lead_engine()
 

@@ -104,13 +104,13 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     const uint64 nbytes = rows_at + static_cast<uint64>(num_rows) * Way::bytes(p.row_bytes);
     // Rows begin at the first warp; what else there is of a short step is other warps', which wait beside them.
     if (blockIdx.x == gridDim.x - 1) {
-        if (threadIdx.x < sizeof(lora_request) / 16)
-            reinterpret_cast<uint4*>(&m.header)[threadIdx.x] = load_l2(reinterpret_cast<const uint4*>(p.header) + threadIdx.x);
+        if (threadIdx.x < sizeof(lora_request) / 8)
+            reinterpret_cast<uint2*>(&m.header)[threadIdx.x] = load_l2(reinterpret_cast<const uint2*>(p.header) + threadIdx.x);
         sync_block();
         if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, tokens, nbytes);
         sync_block();
-        if (threadIdx.x < sizeof(lora_request) / 16)
-            store(reinterpret_cast<uint4*>(slot) + threadIdx.x, reinterpret_cast<const uint4*>(&m.header)[threadIdx.x]);
+        if (threadIdx.x < sizeof(lora_request) / 8)
+            store(reinterpret_cast<uint2*>(slot) + threadIdx.x, reinterpret_cast<const uint2*>(&m.header)[threadIdx.x]);
     }
     const auto from = [=](int eighths) { return (thread + threads - eighths * threads / 8) % threads; };
     copy_units<uint4>(slot + LORA_HEADER_BYTES, p.segments, segments, from(4), threads);
@@ -166,7 +166,12 @@ DEVICE void make_void(Client& k, uint64 seq, int status) {
     if (failed) store_release(failed, load_l2(&k.pushed));
 }
 
-// One thread's wait: LINK_OK where the answer to `seq` is there, and its rows are to be added. Of a link that is broken
+DEVICE bool is_signalled(uint64 word, uint64 epoch, uint64 seq) {
+    return LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq;
+}
+
+// One thread's wait, which looks without acquiring: each acquire empties the L1 of its multiprocessor, where a shard of the
+// same GPU may compute. LINK_OK where the answer to `seq` is there, and its rows are to be added. Of a link that is broken
 // nothing comes any more.
 DEVICE int wait_for(Client& k, uint64 seq) {
     const uint64 epoch = load(&k.epoch), began = now_ns(), budget = load(&k.budget_ns);
@@ -176,9 +181,8 @@ DEVICE int wait_for(Client& k, uint64 seq) {
     if (status != LINK_OK && status != LINK_FAILED) return status;
     int result = LINK_OK;
     for (unsigned looks = 1; result == LINK_OK; looks++) {
-        const uint64 word = load_acquire_system(signal);
-        if (LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq) {
-            confirm(signal, word);
+        if (is_signalled(load_system(signal), epoch, seq)) {
+            confirm(signal, load_acquire_system(signal));
             result = status_of_answer(k, seq);
             break;
         }
@@ -266,7 +270,8 @@ template <class T> struct Codes {
     }
 };
 
-// Behind its wait, which is each block's own. An even number of columns from an even one on.
+// Behind its wait, which is each block's own, and over at once: a warp has waited before. Where all these blocks waited, a
+// shard on the same GPU took forty times as long for a step (seen on an H200). An even number of columns from an even one on.
 template <class Answer> DEVICE void add(Client& k, const uint64* sent, const int* counts, bool by_token, Sums s, int& flag) {
     const uint64 seq = load_l2(sent), failed = load(&k.failed);
     const int entries = load_l2(counts + 1), tokens = load_l2(counts + 3);

@@ -60,7 +60,7 @@ DEVICE void write_header(const Order& order) {
 // grid gave up; all threads of a block call it.
 template <class T> DEVICE bool store_codes(const Serve& s, const Order& order, BlockMemory& memory) {
     if (!grid_barrier(s.arrivals, memory.warps[0].flag)) return false;
-    const MostOfBlock most = {memory.shrink_through};
+    const MostOfBlock most = {memory.shares.shrink_through};
     for (int row = blockIdx.x; row < order.num_out_rows; row += gridDim.x) {
         const int64 at = static_cast<int64>(row) * order.out_width;
         quantise_row<T>(static_cast<const unsigned short*>(s.results) + at, order.out_width,

@@ -1,6 +1,6 @@
 // The shard's kernel: it polls, checks, computes and answers without a host, until it is told to leave or is idle.
 //
-// One block per multiprocessor, launched cooperatively, WARPS warps that compute and one that serves; of those that
+// One block per multiprocessor, WARPS warps that compute and one that serves; of those that
 // serve the first block's alone has work: the poller. All state lies in global memory, so that the kernel may end after
 // any turn and be launched again. A turn is a step: the poller writes its order and stores `turn`; all blocks compute
 // it; the last to store its rows answers and stores `done`.
@@ -58,7 +58,8 @@ template <class T, class Row> DEVICE void work(Serve& s, ServeMemory& m, uint64 
     ring.drain();
 }
 
-// Grid: one block per multiprocessor, cooperative. Block: THREADS + LANES. Shared memory: sizeof(ServeMemory).
+// Grid: one block per multiprocessor at most, so that all run; not cooperative, as such a grid does not begin while a
+// client's kernel waits on any of its multiprocessors (seen on an H200), and that one may wait for this. Block: THREADS + LANES. Shared memory: sizeof(ServeMemory).
 // `launch` is another number each time. Row: see lora_step.
 #define SERVE(NAME, T, Row)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS + LANES, 1) NAME(Serve* serve, uint64 launch) {            \

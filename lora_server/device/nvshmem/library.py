@@ -72,7 +72,7 @@ class NvshmemModules:
         folder = Path(os.environ.get("CUPY_CACHE_DIR", CACHE)).expanduser()
         options = [*defines, "-DNVSHMEM=1"]
         path = nvshmem_build.cached(read_source(name, source.FILES), arch, options, folder)
-        module = cupy.RawModule(path=str(path), enable_cooperative_groups=name in source.SERVES)
+        module = cupy.RawModule(path=str(path))
         self._modules.append(module.module)
         if self._is_in:
             _initialise(module.module)

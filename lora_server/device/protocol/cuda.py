@@ -1,7 +1,7 @@
 """A real GPU: memory by CUDA's virtual memory management, kernels by NVRTC, queues that are streams.
 
 CuPy compiles at run time, without nvcc, and caches what came out on disk, under a hash of source, options and compiler,
-by an atomic rename. Nothing here ran on a GPU yet.
+by an atomic rename.
 """
 
 from __future__ import annotations

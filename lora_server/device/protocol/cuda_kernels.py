@@ -31,7 +31,7 @@ def compiled(source: str, defines: tuple[str, ...]) -> Any:
     import cupy
 
     text = read_source(source, FILES)
-    return cupy.RawModule(code=text, options=(STANDARD, *defines), enable_cooperative_groups=source in SERVES)
+    return cupy.RawModule(code=text, options=(STANDARD, *defines))
 
 
 class DeviceKernels:

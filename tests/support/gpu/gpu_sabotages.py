@@ -165,7 +165,8 @@ LISTED = (
         ("network: the poller reads what may not be there yet",
          "        if (lane == 0) confirm(its, word);\n", "", CI)]),
     *of("link.cu", kind="nvshmem", rows=[
-        ("network: the wait returns before the rows are there", "            confirm(signal, word);\n", "", CI),
+        ("network: the wait returns before the rows are there", "confirm(signal, load_acquire_system(signal));",
+         "load_acquire_system(signal);", CI),
         ("network: a step is put before the other blocks have stored",
          "blockIdx.x == 0 && arrived % A_VOID_BLOCK < gridDim.x", "false"),
         ("network: the last block puts, whichever that is",

@@ -15,13 +15,13 @@ template <class Walk> void list(Walk& walk, Record* to, int& count) {
 
 // out: records [workers, phases, MOST_TILES]; groups: how many [workers, phases]
 template <> bool lora_step<Listing, FUSED>(const Args& a, BlockMemory& memory, Ring&) {
-    const int lane = threadIdx.x % LANES, worker = blockIdx.x * WARPS + threadIdx.x / LANES, workers = gridDim.x * WARPS;
-    ShrinkWalk shrink(a);
-    ExpandWalk expand(a);
-    add_costs(a, memory.shrink_through, memory.expand_through);
-    const int *shrinks = memory.shrink_through, *expands = memory.expand_through;
-    shrink.start(cut(shrinks, worker, workers), cut(shrinks, worker + 1, workers), shrinks, lane);
-    expand.start(cut(expands, worker, workers), cut(expands, worker + 1, workers), expands, lane);
+    const int lane = threadIdx.x % LANES, worker = threadIdx.x / LANES * gridDim.x + blockIdx.x, workers = gridDim.x * WARPS;
+    ShrinkWalk shrink(a, memory.shares);
+    ExpandWalk expand(a, memory.shares);
+    add_costs(a, memory.shares);
+    const int *shrinks = memory.shares.shrink_through, *expands = memory.shares.expand_through;
+    shrink.start(cut(shrinks, worker, workers), cut(shrinks, worker + 1, workers), lane);
+    expand.start(cut(expands, worker, workers), cut(expands, worker + 1, workers), lane);
     if (lane) return true;
     Record* to = static_cast<Record*>(a.out) + worker * 2 * MOST_TILES;
     list(shrink, to, a.groups[worker * 2]);
