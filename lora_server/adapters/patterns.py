@@ -42,6 +42,8 @@ class Patterns:
 
     def first(self, module: str) -> float | None:
         """Return the value of the first pattern that matches a module's name, or None."""
+        if not self.values:
+            return None
         found = min((hit for hit in map(self._plain.get, suffixes(module)) if hit), default=None)
         begin = time.monotonic()
         for order, regex, value in self._regex:

@@ -28,7 +28,7 @@ class Selection:
     def check(self, key: str, module: str, layer: int) -> None:
         """Raise AdapterFormatError if the config excludes the module or the layer of a tensor."""
         field, expected = f"{self.config}: exclude_modules", "no tensor for it, or it not to be excluded"
-        if not self.excluded.isdisjoint(suffixes(module)) or (
+        if (self.excluded and not self.excluded.isdisjoint(suffixes(module))) or (
             self.excluded_regex and self.excluded_regex.fullmatch(module)
         ):
             raise refusal(key, got=f"a tensor for an excluded module ({field})", expected=expected)

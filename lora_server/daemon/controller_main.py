@@ -235,7 +235,11 @@ class ControllerProcess:
                 return
         start, source, directory = self.controller.start, self.controller.adapters.directory, self.config.adapters
         if not self.config.watch or directory is None:
-            source.register(self._found)
+            gc.disable()  # records stay, and commands about them until shards answer: collections would walk them all
+            try:
+                source.register(self._found)
+            finally:
+                gc.enable()
             self._registered()
             return
         watch = DirectoryWatch(source, start, directory, self._stopping, self._timings)

@@ -17,7 +17,7 @@ from lora_server.demo import tiny
 from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterError, AdapterLoadError, ConfigError, LoraServerError, ServerUnavailableError
 from lora_server.registry.database import FILE, Database
-from lora_server.registry.versions import versions
+from lora_server.registry.versions import Ledger, versions
 from lora_server.sources.copies import Copies
 from lora_server.timings import Timings
 from tests.support.adapter_files import LAYERS, Q, good
@@ -81,6 +81,13 @@ def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server)
     assert "no memory" in said(server)[0]
     assert server.served() == {"law": before.version}
     assert [one.version for one in server.adapters.listings.versions("law")] == [before.version]
+
+
+def test_pins_are_read_once_however_many_adapters_lie_in_the_directory(server, monkeypatch):
+    reads, pinned_places = [], Ledger.pinned_places
+    monkeypatch.setattr(Ledger, "pinned_places", lambda ledger: reads.append(1) or pinned_places(ledger))
+    server.adapters.directory.register(dict(itertools.islice(server.paths.items(), 3)))
+    assert len(server.served()) == 3 and len(reads) == 2, "before them, and for the records that are kept"
 
 
 def test_a_directorys_files_are_read_again_only_if_touched(server, monkeypatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class StampStore:
         self._ledger, self._reader = ledger, f"{__version__}/{hashlib.sha256(spec.to_json().encode()).hexdigest()[:16]}"
         self._before: dict[str, Seen] | None = None  # by uri
         self._new: dict[str, tuple[Record, str]] = {}  # likewise, with the stamp; not in the ledger yet
+        self._pinned: set[str] | None = None  # while `pinned_once`
 
     def before(self, name: str, where: Path, stamp: str) -> Record | None:
         """Return the record that an earlier server made of this place if its files still have this stamp, else None.
@@ -78,7 +79,18 @@ class StampStore:
 
     def pinned(self) -> set[str]:
         """Return the URIs of pinned adapters. Raises ServerUnavailableError."""
+        if self._pinned is not None:
+            return self._pinned
         return self._ledger.pinned_places() if self._ledger is not None else set()
+
+    @contextlib.contextmanager
+    def pinned_once(self) -> Iterator[None]:
+        """Read what is pinned once for all adapters of the block. Raises ServerUnavailableError."""
+        self._pinned = self.pinned()
+        try:
+            yield
+        finally:
+            self._pinned = None
 
 
 class DirectorySource:
@@ -104,12 +116,13 @@ class DirectorySource:
         start, said = self._catalog.start, self._clock.now()
         if start.registered.is_set():
             return
-        for done, (name, path) in enumerate(found.items()):
-            start.progress = done, len(found)
-            if self._clock.now() - said > self._timings.progress:
-                log.info("registering", done=done, total=len(found))
-                said = self._clock.now()
-            self.take(name, path)
+        with self._stamps.pinned_once():
+            for done, (name, path) in enumerate(found.items()):
+                start.progress = done, len(found)
+                if self._clock.now() - said > self._timings.progress:
+                    log.info("registering", done=done, total=len(found))
+                    said = self._clock.now()
+                self.take(name, path)
         self.keep()
         start.registered.set()
 
