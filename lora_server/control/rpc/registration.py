@@ -6,7 +6,8 @@ import asyncio
 import queue
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
 
-Mailbox: TypeAlias = "queue.SimpleQueue[tuple[ShardHandle, pb.ShardReport | None] | None]"  # None: the stream ended
+Heard: TypeAlias = tuple[ShardHandle, Iterable[pb.ShardReport] | None]  # None: its stream ended
 MESSAGES = 4000  # a second, to all shards together, that a controller sends at most
 log = structlog.get_logger()
 
@@ -65,7 +66,7 @@ class ShardsService:
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
         self._wakes = EventWakes()
-        self._mailbox: Mailbox = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         threading.Thread(target=self._hear, name="reports", daemon=True).start()
 
     def close(self) -> None:
@@ -74,12 +75,12 @@ class ShardsService:
 
     async def register(self, message: pb.ShardReports, call: StreamCall[pb.ShardReports]) -> None:
         """Register a shard and serve its stream until either side is gone. Raises ProtocolError, ConfigError."""
-        reports, seconds = _each(message, call.rest), self._controller.timings.handshake
-        first = await anext(reports, pb.ShardReport())
+        reports, seconds = ReportsRead(message, call.rest), self._controller.timings.handshake
+        first = await reports.next() or pb.ShardReport()
         challenge = self._door.challenge(first.hello)
         await call.write(pb.ShardCommands(commands=[pb.ShardCommand(challenge=challenge)]))
         try:
-            report = await asyncio.wait_for(anext(reports, None), seconds)
+            report = await asyncio.wait_for(reports.next(), seconds)
         except TimeoutError:
             report = None
         if report is None:
@@ -90,7 +91,7 @@ class ShardsService:
         call.prove()
         kept: list[pb.Kept] = []
         while len(kept) < registration.kept:
-            if (report := await anext(reports, None)) is None:
+            if (report := await reports.next()) is None:
                 raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
@@ -99,9 +100,9 @@ class ShardsService:
         finally:
             self._mailbox.put((handle, None))
 
-    async def _receive(self, reports: AsyncIterator[pb.ShardReport], handle: ShardHandle) -> None:
-        async for report in reports:
-            self._mailbox.put((handle, report))
+    async def _receive(self, reports: ReportsRead, handle: ShardHandle) -> None:
+        while (message := await reports.message()) is not None:  # one wake-up of the thread for all of a message
+            self._mailbox.put((handle, message))
 
     async def _send(self, commands: CommandQueue, write: Write) -> None:
         """Write a shard's commands as they come, until its queue is closed: what comes in a `pause` goes together."""
@@ -119,21 +120,36 @@ class ShardsService:
     def _hear(self) -> None:
         """Apply the reports of all shards, on one thread: nothing that a report causes waits for another."""
         while (said := self._mailbox.get()) is not None:
-            handle, report = said
-            if report is None:  # its departure may wait, for a shard that registers
+            handle, reports = said
+            if reports is None:  # its departure may wait, for a shard that registers
                 threading.Thread(target=self._controller.arrivals.depart, args=(handle,), daemon=True).start()
                 continue
             try:
-                self._controller.hear(handle, report)
+                for report in reports:
+                    self._controller.hear(handle, report)
             except Exception as error:
                 log.exception("a shard's report failed; ending its stream", shard=handle.shard, error=repr(error))
                 handle.commands.close()
 
 
-async def _each(first: pb.ShardReports, rest: AsyncIterator[pb.ShardReports]) -> AsyncIterator[pb.ShardReport]:
-    """Yield the reports of these messages, one by one."""
-    for report in first.reports:
-        yield report
-    async for message in rest:
-        for report in message.reports:
-            yield report
+class ReportsRead:
+    """The reports of a stream, one by one or by the message. For one task."""
+
+    def __init__(self, first: pb.ShardReports, rest: AsyncIterator[pb.ShardReports]) -> None:
+        self._here, self._rest = deque(first.reports), rest
+
+    async def next(self) -> pb.ShardReport | None:
+        """Return the next report, None at the end."""
+        while not self._here:
+            if (message := await anext(self._rest, None)) is None:
+                return None
+            self._here.extend(message.reports)
+        return self._here.popleft()
+
+    async def message(self) -> Iterable[pb.ShardReport] | None:
+        """Return what is left of a message, or the next one, None at the end."""
+        if self._here:
+            left, self._here = self._here, deque()
+            return left
+        message = await anext(self._rest, None)
+        return None if message is None else message.reports
