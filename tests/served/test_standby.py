@@ -144,9 +144,10 @@ def pair(postgres, load, tmp_path_factory):
 def two_nodes(directory, load, url):
     """A pair whose server has a second node; yields that, too."""
     with Pair(directory, load, url, "--nodes", "2") as pair:
-        started = pair.start(0), pair.start(1)
+        for index in range(2):
+            pair.start(index)
         other = pair.all["other"] = launch(directory / "other", *pair.flags, "--node-rank", "1")
-        assert pair.wait_settled() == started
+        pair.wait_settled()
         yield pair, other
 
 
