@@ -15,7 +15,8 @@ HEAD = """# The paper's evaluation, rerun
 
 The method of this project is InfiniLoRA's (arXiv 2604.07173). `make paper` makes every figure and table on this page,
 and the page: in simulation, from the latency model that [Plan GPUs](provisioning.md) describes, with assumptions that
-were written before the first run (`bench/provision_setups.py`, `bench/paper_more.py`). Nothing was measured on a GPU.
+were written before the first run (`bench/provision_setups.py`, `bench/paper_more.py`). No figure here is of a GPU;
+Table 4's cell of EP4 has [two that are](../bench/results/gpu-h200-2026-11.md).
 Figure 11 takes half an hour: `make paper ARGS="--figures 11"`.
 
 "The paper" is what its text and tables say; of its plots no values are known. Stars in a plot are the paper's values.
@@ -27,7 +28,7 @@ TAIL = """
 
 - Figures 2 to 4 and 7 to 10 are diagrams, Table 2 is notation and Table 3 the set-ups' input.
 - Figure 19 compares kernels on a GPU: `make gpu` runs ours beside vLLM's, SGLang's and Punica's
-  ([the GPU run](gpu-run.md)); no GPU's figures are in this repository yet.
+  ([the GPU run](gpu-run.md)); the peers have not run yet.
 - Push beside pull was measured on CPUs alone: 1.04x to 2.43x over TCP, where the paper has 2.63x at 4 MB between GPUs
   ([figures](../bench/results/pull-cpu-2026-11.md)).
 - Other engines beside ours, measured on CPUs: [Is it for you?](decide.md#measured).

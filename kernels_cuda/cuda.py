@@ -19,6 +19,8 @@ from kernels_cuda.build import STANDARD, read_kernel
 from kernels_cuda.heuristics import Variant, choose
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
 
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
 
 class _TorchStream:
     """torch's current stream, in the protocol by which CuPy accepts streams of other libraries."""
@@ -41,8 +43,10 @@ def on_device(device: torch.device) -> Iterator[None]:
 
     try:
         before = cupy.cuda.driver.ctxGetCurrent()
-    except cupy.cuda.driver.CUDADriverError:  # nothing of this process has called CUDA before
-        before = 0
+    except cupy.cuda.driver.CUDADriverError as error:
+        if error.status != NOT_INITIALIZED:
+            raise
+        before = 0  # nothing of this process has called CUDA before
     cupy.cuda.runtime.setDevice(device.index)
     try:
         yield

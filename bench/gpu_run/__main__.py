@@ -82,6 +82,11 @@ def gpu_name() -> str:
     return "-".join(word for word in words if word != "nvidia") or "no-gpu"
 
 
+def name_of_results(arguments: argparse.Namespace) -> str:
+    """Return the name under which results are kept."""
+    return gpu_name() + (mps.SUFFIX if arguments.mps else "")
+
+
 def show(outcome: Outcome, console: Console, word: str = "") -> None:
     """One line as soon as a stage has ended; `word` instead of how."""
     colour = COLOURS["passed" if word else outcome.ending]
@@ -136,7 +141,7 @@ def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> di
 
 def run(arguments: argparse.Namespace, console: Console) -> bool:
     """The stages that are left and fit the budget; whether all that were asked for have passed."""
-    began, gpu = time.monotonic(), gpu_name() + mps.SUFFIX * arguments.mps
+    began, gpu = time.monotonic(), name_of_results(arguments)
     try:
         if count := archive.unpack(arguments.back, arguments.raw, arguments.out):
             console.print(f"going on from {arguments.back}: {count} files unpacked")
@@ -148,8 +153,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
         for stage in arguments.stages:
             results.forget(stage.name)
         save(arguments, results, gpu, console)  # the archive, too, forgets
-    with mps.running(environment) if arguments.mps else contextlib.nullcontext(environment) as own:
-        waiting = run_stages(arguments, results, gpu, own, began, console)
+    waiting = run_stages(arguments, results, gpu, environment, began, console)
     if waiting:
         console.print(f"left for the next call: {', '.join(waiting)}")
     written = save(arguments, results, gpu, console)
@@ -175,7 +179,8 @@ def run_stages(
         if time.monotonic() - began + stage.seconds + PACK_SECONDS > arguments.budget:
             waiting.append(stage.name)
             continue
-        show(runner.run(stage, results, environment, code, more), console)
+        with mps.running(environment) if arguments.mps else contextlib.nullcontext(environment) as own:
+            show(runner.run(stage, results, own, code, more), console)
         save(arguments, results, gpu, console)
     return waiting
 
@@ -195,10 +200,13 @@ def main() -> None:
     arguments = parse()
     console = Console(soft_wrap=True)
     if arguments.list:
-        console.print(listed(arguments.stages, Results(arguments.raw / gpu_name())))
+        console.print(listed(arguments.stages, Results(arguments.raw / name_of_results(arguments))))
         return
     with children.ending_on_signals():
-        good = rehearse(arguments, console) if arguments.rehearse else run(arguments, console)
+        try:
+            good = rehearse(arguments, console) if arguments.rehearse else run(arguments, console)
+        except OSError as error:  # MPS
+            sys.exit(str(error))
     sys.exit(0 if good else 1)
 
 

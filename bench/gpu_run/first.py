@@ -1,4 +1,4 @@
-"""Stage `first`: a GPU's first minute. A line for each fact that decides what the later stages are worth.
+"""Stage `first`: what decides how other stages' figures are to be read, a line for each fact.
 
 versions     driver, CUDA, torch, CuPy, MPS
 beside       which kernels begin while a stand-in of the kernel that serves runs, and how long after it

@@ -7,7 +7,7 @@ an H200), so its times are upper bounds of those on a GPU of its own.
 16 rows      one adapter at one dense site
 N tokens     the cell of stage `headline`: gate_up and down of one layer on one shard of EP4, 512 adapters
 `us` is with a cold L2, `warm_us` with one step right after the other; put_us, answer_us and add_us are of a second
-graph, which has stamps and one more kernel that waits.
+graph, which has stamps.
 steps        many in a row, while another thread loads and drops an adapter; the last answer has the first one's bits
 
 A rehearsal runs on this CPU, with the emulator's kernels.
@@ -73,11 +73,12 @@ class Part:
     y: torch.Tensor
 
     def run(self, stamp: Callable[[], None] | None = None) -> None:
-        """Launch put and add, which waits; with `stamp`, a wait of its own between them, and a stamp behind each."""
+        """Launch put, wait and add; with `stamp`, a stamp behind each."""
         self.launches.put(self.choice)
         if stamp is not None:
             stamp()
-            self.launches.wait()
+        self.launches.wait()
+        if stamp is not None:
             stamp()
         self.launches.add(self.y)
         if stamp is not None:

@@ -209,7 +209,7 @@ STEPS = ("cell", "steps", "us", "p99_us", "longest_us", "loads", "load_ms")
 FIRST: Sequence[tuple[str, Section]] = (  # what is looked for at once
     ("The paper's cell, kernels alone", _lines("headline", "headline", HEADLINE)),
     ("The persistent path, put to add", _lines("inproc", "inproc", INPROC)),
-    ("The first minute", _lines("first", "first", ("question", "answer", "seconds"))),
+    ("What the GPU and its driver do", _lines("first", "first", ("question", "answer", "seconds"))),
 )
 SECTIONS: Sequence[tuple[str, Section]] = (
     ("The persistent path: multiprocessors and adapters", _facts("inproc", "setting")),

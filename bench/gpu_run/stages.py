@@ -10,7 +10,7 @@ class Stage:
     """`python -m module`, which has the flags of bench.gpu_run.stage; killed after `seconds`.
 
     `resumes`: after a cut it goes on with what its record lacks, instead of beginning anew. `sliced`: several processes
-    take turns on the GPU, which has no MPS, so its times are those of the time slices.
+    take turns on the GPU, unless the run is under MPS, so its times are those of the time slices.
     """
 
     name: str
@@ -29,7 +29,7 @@ def _stage(
     return Stage(name, seconds, about, f"bench.gpu_run.{module or name}", arguments, resumes, sliced)
 
 
-STAGES = (  # what is worth most first, of what no GPU has answered yet: one may be lent for less than all of it
+STAGES = (  # what is worth most first: a GPU may be lent for less than all of it
     _stage("probe", 60, "driver, tools, IPC and VMM export, MPS; compiles the kernels, reads their registers"),
     _stage("headline", 30, "the paper's cell: gate_up and down of Mixtral-8x7B, one shard of EP4, 128 and 256 tokens"),
     _stage("inproc", 75, "the persistent path without time slices: put, answer, add in a graph, beside loads"),

@@ -202,7 +202,7 @@ def errors(out: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
 
 def near(found: dict[str, Any]) -> bool:
     """Tell whether `errors` are within the limits."""
-    return bool(found["error"] <= ROUNDINGS * found["rounding"] + MORE_ERROR)
+    return bool(np.isfinite(found["error"]) and found["error"] <= ROUNDINGS * found["rounding"] + MORE_ERROR)
 
 
 def launches(device: torch.device) -> list[Launch]:

@@ -108,7 +108,7 @@ struct Partials {
 
 // v of `rows` entries of a job, from its `first` on, as B operands for 8 entries each, every float as the sum of two 16-bit
 // ones: (high, low) of group g of entries 8 b .. in to[b * groups + g]. Each lane has another float4 under way: while
-// weights stream, a trip to L2 takes microseconds. What lies beyond the entries is multiplied, and stored nowhere.
+// weights stream, a trip to L2 takes microseconds. Columns beyond `rows` hold stale values; their products are never stored.
 template <class T>
 DEVICE void stage_v(const Args& a, const Partials& sums, const ExpandTile& t, int first, int rows, uint4 (*to)[LANES], int lane) {
     const int fours = 4 * t.groups;  // of an entry

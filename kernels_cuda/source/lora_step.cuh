@@ -41,7 +41,7 @@ struct Producer {
 // rows of T, unsigned char for codes; results are of T.
 template <class T, int PHASES, class Row = unsigned short> DEVICE bool lora_step(const Args& a, BlockMemory& memory, Ring& ring) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    // Neighbours on the line are of different blocks: what one segment's many entries cost is no one multiprocessor's.
+    // Neighbours on the line are of different blocks, so that a segment with many entries is spread over multiprocessors.
     const int worker = warp * gridDim.x + blockIdx.x, workers = gridDim.x * WARPS;
     int& flag = memory.warps[0].flag;
     Producer refill(a, memory.shares, ring);

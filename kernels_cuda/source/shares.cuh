@@ -7,7 +7,7 @@
 #include "step.cuh"
 
 // Of a step, in shared memory. through: the costs up to the end of each thread's part of the segments; the last is the
-// total. A step of few segments has a part of one for each thread, and they are here: each other look is a trip to L2.
+// total. A step of at most THREADS segments keeps them in `few`, to avoid a trip to L2 at each look.
 struct ShareMemory {
     int shrink_through[THREADS], expand_through[THREADS];
     Segment few[THREADS];

@@ -98,7 +98,7 @@ DEVICE const unsigned char* tile_at(const Block& block, int tile) {
 
 constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
 
-// All blocks of the grid arrive, then all go on. The grid fits the GPU, so all are running. Returns false
+// All blocks of the grid arrive, then all go on. All of them run once the blocks of other kernels have left. Returns false
 // if a block did not arrive in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the
 // block's.
 DEVICE bool grid_barrier(uint64* arrivals, int& flag) {

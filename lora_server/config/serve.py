@@ -72,7 +72,7 @@ class ServeConfig(BaseSettings):
     gpu_transport: Literal["cuda_ipc", "gpu", "nvshmem"] = Field(
         "cuda_ipc",
         description="With --device cuda, what serves engines on GPUs. cuda_ipc: the shard's loop launches each step. "
-        "gpu: a persistent kernel. nvshmem: the same, also across nodes. The last two have not run on a GPU yet.",
+        "gpu: a persistent kernel. nvshmem: the same, also across nodes, and not run on a GPU yet.",
     )
     nvshmem_clients: int = Field(
         0,

@@ -68,8 +68,10 @@ def unmet(result: Result) -> Iterator[str]:
         f"LORA_SERVER_TRANSPORT={transport}{f', the server with {flags}' if (flags := server_flags(result)) else ''}. "
         "By default they use cuda_ipc or shm within a host and tcp between hosts; --transport plans for these."
     )
-    if transport in ("nvshmem", "gpu"):
-        yield f"Unmeasured: {transport} between GPUs; it has run on emulated ones."
+    if transport == "nvshmem":
+        yield "Unmeasured: nvshmem on a GPU; it has run on emulated ones."
+    if transport == "gpu":
+        yield "Unmeasured: gpu between two GPUs; it has run on one."
     if scenario.prefill == "apart":
         yield "Unmeasured: engines that decode only (vLLM's --kv-transfer-config) beside this server."
     if not scenario.model.profile.points:

@@ -1,4 +1,4 @@
-"""A kernel that serves, on a real GPU, with its host and a client in one process: what a GPU's first minute has to say.
+"""A kernel that serves, on a real GPU, with its host and a client in one process.
 
 What a shard's threads call beside the kernel must not wait for its end, which is `IDLE_SECONDS` away here, and never
 comes while clients keep it busy. Other calls are timed to be known.
@@ -156,7 +156,7 @@ MUST = (  # what listeners, loaders and the pump do beside a kernel
     *("reads", "makes a queue", "loads pages", "fills"),
 )
 MAY = ("sums", "pins", "allocates pinned memory")  # an engine's
-# They wait until no kernel runs: for ever, as it is launched again when it leaves.
+# They wait until no kernel runs: seconds, or for ever, as it is launched again when it leaves.
 APART = ("unpins", "frees")
 
 

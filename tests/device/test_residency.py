@@ -18,7 +18,7 @@ from tests.support.gpu.gpu_clients import GpuClient
 from tests.support.gpu.gpu_schedules import drive
 from tests.support.gpu.gpu_shard import DEVICE, GRID, Shard
 from tests.support.gpu.gpu_weights import BODIES
-from tests.support.gpu.gpu_world import World
+from tests.support.gpu.gpu_world import World, address
 
 SERVE, LINK = Job("serve.cu", HOPPER), Job("link.cu", HOPPER)
 COMPILED = {"serve": 165, "link_put": 64, "link_add": 48, "link_wait": 22}  # registers, as `make gpu-build` says
@@ -103,7 +103,7 @@ def test_each_of_a_clients_kernels_fits_beside_the_one_that_serves(registers):
     ],
 )
 def test_a_client_and_a_shard_on_one_gpu(of, idle_ns, status):
-    """A kernel that serves cannot come again beside an add that leaves it no room, and that waits for its answer."""
+    """A kernel that serves cannot come again beside a wait for its answer that leaves it no room."""
     world = World(1, gpu_world.load())
     world.limit(GRID, lambda kernel: next(block for name, block in of.items() if kernel.startswith(name)))
     shard = Shard(world, random.Random(1), idle_ns)
@@ -115,7 +115,8 @@ def test_a_client_and_a_shard_on_one_gpu(of, idle_ns, status):
     def step():
         client.fill(body, (handle, handle))
         client.seq += 1
-        yield from client.ended(client.launch_add(body, after=client.launch_put(body)))
+        waited = client.launch("link_wait", address(client.sent), after=client.launch_put(body))
+        yield from client.ended(client.launch_add(body, after=waited))
 
     drive(world, shard, [client.join()], [], shard.random)
     client.state["budget_ns"] = 400_000

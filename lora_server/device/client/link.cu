@@ -270,8 +270,8 @@ template <class T> struct Codes {
     }
 };
 
-// Behind its wait, which is each block's own, and over at once: a warp has waited before. Where all these blocks waited, a
-// shard on the same GPU took forty times as long for a step (seen on an H200). An even number of columns from an even one on.
+// Each block looks for the answer; it is there already, because link_wait ran first. When all these blocks waited instead, a
+// shard on the same GPU took fifty times as long for a step (seen on an H200). An even number of columns from an even one on.
 template <class Answer> DEVICE void add(Client& k, const uint64* sent, const int* counts, bool by_token, Sums s, int& flag) {
     const uint64 seq = load_l2(sent), failed = load(&k.failed);
     const int entries = load_l2(counts + 1), tokens = load_l2(counts + 3);

@@ -58,8 +58,8 @@ template <class T, class Row> DEVICE void work(Serve& s, ServeMemory& m, uint64 
     ring.drain();
 }
 
-// Grid: one block per multiprocessor at most, so that all run; not cooperative, as such a grid does not begin while a
-// client's kernel waits on any of its multiprocessors (seen on an H200), and that one may wait for this. Block: THREADS + LANES. Shared memory: sizeof(ServeMemory).
+// Grid: at most one block per multiprocessor. Not cooperative: such a launch does not begin while a client's kernel is on one of
+// its multiprocessors (seen on an H200), and that kernel may wait for this one. Block: THREADS + LANES. Shared memory: sizeof(ServeMemory).
 // `launch` is another number each time. Row: see lora_step.
 #define SERVE(NAME, T, Row)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS + LANES, 1) NAME(Serve* serve, uint64 launch) {            \

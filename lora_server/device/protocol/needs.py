@@ -24,7 +24,6 @@ MODULES = {  # to the cure
 FEATURES = {  # the driver's attribute of a device, to the cure
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "update the driver; a vGPU may not offer it",
     "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": "run on Linux, outside WSL",
-    "COOPERATIVE_LAUNCH": "a GPU of compute capability 8.0 or later has it",
     # not ..._V1: that is an older API, which drivers have switched off by default
     "CAN_USE_64_BIT_STREAM_MEM_OPS": "update the driver to 535 or later",
 }
