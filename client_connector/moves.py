@@ -16,7 +16,8 @@ from lora_server.wire.terms import Terms
 
 
 class Move(NamedTuple):
-    """The shards of another placement, and the terms by which steps go to them. `twins`: as a session has them."""
+    """The shards of another placement, and the terms by which steps go to them. `twins`: reconnect lost replicas; None
+    without."""
 
     terms: Terms
     links: Sequence[Link]
@@ -60,7 +61,7 @@ class MoveSlot:
         self._is_stepping = False
 
     def next(self) -> Move | None:
-        """Return the move by which every step goes that is in flight, or to come; None if one may go otherwise."""
+        """Return the move that all current and later steps use; None while a step may still use the old placement."""
         move = self._move
         return None if move is None or self._is_stepping else move
 

@@ -229,8 +229,8 @@ class RemoteSession(Session):
                 continue
 
     def _placed(self) -> tuple[int, TwinLinks | None]:
-        """Return the generation by which every step goes that is in flight, or to come, and the twins' links of that; 0
-        where this session pushes none by links of its own."""
+        """Return the placement generation that all current and later steps use, and its twin links; 0 if this session
+        has no links of its own."""
         if not self.links or self._server.in_world:
             return 0, None
         if (move := self.moves.next()) is not None:

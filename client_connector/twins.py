@@ -26,7 +26,7 @@ class Preference(NamedTuple):
 
 
 class TwinLinks:
-    """The links that a session has, lacks, and has got again. Thread-safe.
+    """The links of a session to replicated shards; lost ones are connected again. Thread-safe.
 
     The thread of the steps takes links, and gives back those that broke; that of the heartbeats connects them again.
     """

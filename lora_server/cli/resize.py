@@ -16,7 +16,7 @@ from lora_server.wire.plain import fields
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
-TAKE_OVER_SECONDS = 30.0  # until another controller has taken over from one that died, and answers
+TAKE_OVER_SECONDS = 30.0  # at least, until another controller has taken over from one that died, and answers
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
 POLL_SECONDS = 0.3  # between two calls for the progress
 WHAT = {"starting": "shards up", "loading": "adapters in use loaded", "moving": "clients moved"}
@@ -43,7 +43,7 @@ def resize(
     try:
         reply = _resize(server, layout, seconds)
     except ServerUnavailableError as error:
-        generation = _taken_over(server, layout, before, error)
+        generation = _taken_over(server, layout, max(seconds, TAKE_OVER_SECONDS), before, error)
         if as_json:
             print_json({"layout": layout, "generation": generation, "moved": None, "ended": None, "seconds": None})
         else:
@@ -81,19 +81,19 @@ def _resize(server: str, layout: str, seconds: float) -> pb.ResizeReply:
     return reply
 
 
-def _taken_over(server: str, layout: str, before: pb.StatusReply, error: ServerUnavailableError) -> int:
+def _taken_over(server: str, layout: str, seconds: float, before: pb.StatusReply, error: ServerUnavailableError) -> int:
     """Return the generation in which another controller serves the layout, after the one that was asked died.
 
     Raises `error` where there is no other, and where that one does not serve the layout.
     """
-    deadline = time.monotonic() + TAKE_OVER_SECONDS
+    deadline = time.monotonic() + seconds
     while (now := _status(server)) is None:
         if time.monotonic() > deadline:
             raise error
         time.sleep(POLL_SECONDS)
     if (now.pid, now.leader_epoch) == (before.pid, before.leader_epoch):
         raise error
-    if now.layout == layout and now.generation > before.generation:
+    if now.layout == layout.strip().lower() and now.generation > before.generation:
         return int(now.generation)
     raise ServerUnavailableError(
         f"{error}; another controller has taken over, and serves on as {now.layout}: not resized, try again"

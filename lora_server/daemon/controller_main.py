@@ -264,6 +264,7 @@ class ControllerProcess:
 
     def _registered(self) -> None:
         catalog = self.controller.adapters.catalog
+        gc.collect()  # or what is garbage now would stay, too
         gc.freeze()  # records stay: collections that walked all of them would stop calls for as long
         self.controller.arrivals.announce()
         log.info(

@@ -106,6 +106,20 @@ def test_silent_calls_hold_nobody_up_and_end(server, path):
             assert isinstance(error, ProtocolError) and "no message within" in str(error)
 
 
+def test_an_empty_first_message_is_refused(server):
+    """It says no more than silence, and would be waited behind."""
+    _, _, address = server
+    with open_channel(address) as channel:
+        sent = queue.SimpleQueue()
+        sent.put(pb.ShardReports())
+        call = channel.stream_stream(REGISTER, pb.ShardReports.SerializeToString)(iter(sent.get, None))
+        with pytest.raises(grpc.RpcError) as ended:
+            next(call)
+        sent.put(None)
+    error = translate(ended.value, address)
+    assert isinstance(error, ProtocolError) and "expected a ShardHello" in str(error)
+
+
 def busy_ones(calls):
     """How many of these ended, each since too many were silent."""
     ended = [one for one in calls if one.done()]

@@ -99,7 +99,7 @@ def test_a_killed_shard_fails_no_request(nodes, load, tmp_path):
             nodes.wait_spread()
 
 
-def test_a_resize_fails_no_request_and_no_shard_that_dies_after_it_does(nodes, load, tmp_path):
+def test_no_request_fails_in_a_resize_or_when_a_shard_dies_after_it(nodes, load, tmp_path):
     address = nodes.first.address
     with undisturbed(nodes, load, tmp_path) as fleet:
         for generation, (layout, width) in enumerate({"ep1-pp1": 1, "ep2-pp1": 2}.items(), start=2):

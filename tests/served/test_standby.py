@@ -143,7 +143,7 @@ def pair(postgres, load, tmp_path_factory):
 @contextlib.contextmanager
 def two_nodes(directory, load, url):
     """A pair whose server has a second node; yields that, too."""
-    with Pair(directory, load, url, "--nodes", "2") as pair:
+    with Pair(directory, load, url, "--nodes", "2", "--lease-seconds", str(HANG_SECONDS)) as pair:
         for index in range(2):
             pair.start(index)
         other = pair.all["other"] = launch(directory / "other", *pair.flags, "--node-rank", "1")

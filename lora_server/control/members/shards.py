@@ -324,11 +324,14 @@ class ShardTable:
         with self._guard:
             return dict(self._live)
 
+    def heard_from(self, handle: ShardHandle) -> None:
+        """Note that a message of a shard came, whose reports may wait to be applied."""
+        handle.heard = self._clock.now()
+
     def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
         """Store the counters of a shard's report."""
         with self._guard:
-            handle.stats = stats
-            handle.heard = self._clock.now()
+            handle.stats, handle.heard = stats, self._clock.now()
 
     def missing(self) -> list[int]:
         """Return the shards that cannot serve now; in leader mode also leaders that lack followers."""

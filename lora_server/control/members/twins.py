@@ -37,7 +37,7 @@ class TwinConnections:
         return [live[shard] for shard in lacking if shard in live]
 
     def clear(self) -> None:
-        """Forget all, since other shards have their numbers now."""
+        """Forget all losses: after a resize the numbers mean other shards."""
         with self._lock:
             self._parted.clear()
 

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
@@ -22,7 +23,8 @@ from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
 
-Heard: TypeAlias = tuple[ShardHandle, Iterable[pb.ShardReport] | None]  # None: its stream ended
+Received: TypeAlias = tuple[ShardHandle, Iterable[pb.ShardReport] | None]  # None: its stream ended
+RETRY_SECONDS = 0.1  # until a thread may be had
 MESSAGES = 4000  # a second, to all shards together, that a controller sends at most
 log = structlog.get_logger()
 
@@ -66,16 +68,19 @@ class ShardsService:
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
         self._wakes = EventWakes()
-        self._mailbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
-        threading.Thread(target=self._hear, name="reports", daemon=True).start()
+        self._mailbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._streams: set[ShardHandle] = set()  # those that are open
+        threading.Thread(target=self._apply_reports, name="reports", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread that hears reports. Call it once all streams have ended."""
+        """End the thread that applies reports. Call it once all streams have ended."""
         self._mailbox.put(None)
 
     async def register(self, message: pb.ShardReports, call: StreamCall[pb.ShardReports]) -> None:
         """Register a shard and serve its stream until either side is gone. Raises ProtocolError, ConfigError."""
-        reports, seconds = ReportsRead(message, call.rest), self._controller.timings.handshake
+        if not message.reports:
+            raise ProtocolError("a first message without a report; expected a ShardHello")
+        reports, seconds = ReportReader(message, call.rest), self._controller.timings.handshake
         first = await reports.next() or pb.ShardReport()
         challenge = self._door.challenge(first.hello)
         await call.write(pb.ShardCommands(commands=[pb.ShardCommand(challenge=challenge)]))
@@ -95,17 +100,20 @@ class ShardsService:
                 raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
+        self._streams.add(handle)
         try:
             await run_either(self._receive(reports, handle), self._send(handle.commands, call.write))
         finally:
+            self._streams.discard(handle)
             self._mailbox.put((handle, None))
 
-    async def _receive(self, reports: ReportsRead, handle: ShardHandle) -> None:
+    async def _receive(self, reports: ReportReader, handle: ShardHandle) -> None:
         while (message := await reports.message()) is not None:  # one wake-up of the thread for all of a message
+            self._controller.shards.heard_from(handle)  # it is there, whatever its reports wait for
             self._mailbox.put((handle, message))
 
     async def _send(self, commands: CommandQueue, write: Write) -> None:
-        """Write a shard's commands as they come, until its queue is closed: what comes in a `pause` goes together."""
+        """Write a shard's commands as they come, until its queue is closed: what comes in a pause goes together."""
         there = asyncio.Event()
         commands.on_put = partial(self._wakes.wake, asyncio.get_running_loop(), there)
         there.set()  # for what came before
@@ -115,14 +123,14 @@ class ShardsService:
                 if data is None:
                     return
                 await write(data)
-            await asyncio.sleep(self._controller.agreement.layout.num_shards / MESSAGES)
+                await asyncio.sleep(len(self._streams) / MESSAGES)
 
-    def _hear(self) -> None:
-        """Apply the reports of all shards, on one thread: nothing that a report causes waits for another."""
-        while (said := self._mailbox.get()) is not None:
-            handle, reports = said
-            if reports is None:  # its departure may wait, for a shard that registers
-                threading.Thread(target=self._controller.arrivals.depart, args=(handle,), daemon=True).start()
+    def _apply_reports(self) -> None:
+        """Apply the reports of all shards, on one thread: what one causes may wait for a lock, never for another."""
+        while (received := self._mailbox.get()) is not None:
+            handle, reports = received
+            if reports is None:
+                self._depart(handle)
                 continue
             try:
                 for report in reports:
@@ -131,8 +139,17 @@ class ShardsService:
                 log.exception("a shard's report failed; ending its stream", shard=handle.shard, error=repr(error))
                 handle.commands.close()
 
+    def _depart(self, handle: ShardHandle) -> None:
+        """Begin a shard's departure on a thread of its own: it may wait for a shard that registers."""
+        try:
+            threading.Thread(target=self._controller.arrivals.depart, args=(handle,), daemon=True).start()
+        except RuntimeError as error:
+            log.warning("no thread for a shard's departure; trying again", shard=handle.shard, reason=str(error))
+            time.sleep(RETRY_SECONDS)
+            self._mailbox.put((handle, None))
 
-class ReportsRead:
+
+class ReportReader:
     """The reports of a stream, one by one or by the message. For one task."""
 
     def __init__(self, first: pb.ShardReports, rest: AsyncIterator[pb.ShardReports]) -> None:
