@@ -42,12 +42,13 @@ class NewShards:
         """Return the shards that are not up."""
         return self.sync.shards.missing()
 
-    def require_fit(self) -> None:
+    def require_fit(self, is_late: bool = False) -> None:
         """Check what these shards have measured: what is in use and pinned together, and each other adapter with the
         pinned ones. `unchecked` are those that they are still to measure.
 
         An adapter that is not in use is left out while a node lacks its files, or where it fails on the serving shards
-        as well. Raises ConfigError where any does not fit, AdapterLoadError where any other cannot be loaded here.
+        as well; and `is_late`, if its shards have looked at it: its files were elsewhere then. Raises ConfigError where
+        any does not fit, AdapterLoadError where any other cannot be loaded here.
         """
         admission, sizes, layout = self._adapters.admission, self.sync.sizes, str(self.agreement.layout)
         active, pinned = admission.active(), admission.queue.capacity.pinned
@@ -65,8 +66,12 @@ class NewShards:
             elif sizes.unmeasured([handle]) is None:
                 admission.require_fit(sizes, {handle}, layout)
                 self._fitting.add(handle)
-            elif handle in active or not self.sync.residency.is_remote(handle):
+            elif handle in active or not self._is_elsewhere(handle, is_late):
                 self.unchecked.append(handle)
+
+    def _is_elsewhere(self, handle: int, is_late: bool) -> bool:
+        residency = self.sync.residency
+        return residency.is_remote(handle) or (is_late and residency.is_opened(handle))
 
     def loaded(self) -> tuple[int, int]:
         """Return how many of the adapters that are in use and loaded now are loaded on these shards, and how many there

@@ -194,10 +194,11 @@ class Resize:
             missing = new.missing()
             self._note("starting", new.agreement, layout.num_shards - len(missing), layout.num_shards)
             if not missing:
-                new.require_fit()
+                is_late = self._clock.now() > warm_until
+                new.require_fit(is_late)
                 loaded, wanted = new.loaded()
                 self._note("loading", new.agreement, loaded, wanted)
-                if not new.unchecked and loaded == wanted and (new.is_settled or self._clock.now() > warm_until):
+                if not new.unchecked and loaded == wanted and (is_late or new.is_settled):
                     return
             if self._clock.now() > deadline:
                 done = f"{self._progress.state}: {self._progress.done} of {self._progress.total}"

@@ -69,6 +69,7 @@ class ShardProcess:
             config, spec, Node0(controller, credentials, config.shard, self.stream.instance, timings).files
         )
         self.parts = parts = build(config, Placement(spec, layout), self.listeners, fetcher)
+        parts.shard.store.adapters.note_disk(fetcher.cache.versions())  # before it is told to load any
         self._reports = ShardReports(parts.shard, port, parts.coordinator, fetcher, self.stream.report, timings)
         self._commands = ShardCommands(
             config.node_rank > 0 or config.has_standby,

@@ -224,6 +224,23 @@ def test_an_idle_adapter_whose_files_a_node_lacks_is_not_waited_for(measuring):
     assert new.unchecked == [1], "a shard that has to load it fetches it"
 
 
+def test_an_idle_adapter_whose_files_came_after_the_shards_looked_is_waited_for_a_while(measuring):
+    controller, new = measuring
+    measure(new, 2, 1, 1)
+    measure(new, 1, 1)
+    new.sync.residency.opened(1, 0)
+    new.require_fit(is_late=True)
+    assert new.unchecked == [1], "one is still to look"
+    new.sync.residency.opened(1, 1)
+    new.require_fit()
+    assert new.unchecked == [1]
+    new.require_fit(is_late=True)
+    assert not new.unchecked
+    pin(controller, 1)
+    new.require_fit(is_late=True)
+    assert new.unchecked == [1]
+
+
 def test_no_layout_serves_before_it_has_measured_what_is_in_use(measuring):
     controller, new = measuring
     pin(controller, 1)
