@@ -239,6 +239,12 @@ def tenants_share_by_weight(library: ctypes.CDLL) -> None:
         for _ in range(8):
             yield from client.steps([BODIES[client.index]] * DEPTH, scene.handles)
 
+    late = scene.shard.begin(1, 1)
+    for client in scene.clients:  # all wait for weights, and are ready at once
+        client.push(BODIES[3 - client.index], (late, late))
+    scene.do(iter(range(500)))
+    scene.shard.finish(late)
+    scene.do(*(client.answered_to() for client in scene.clients))
     scene.do(*map(steps, scene.clients[1:]))
     scene.do(*map(steps, scene.clients))
     scene.replay()
