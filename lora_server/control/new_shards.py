@@ -71,7 +71,7 @@ class NewShards:
 
     def _is_elsewhere(self, handle: int, is_late: bool) -> bool:
         residency = self.sync.residency
-        return residency.is_remote(handle) or (is_late and residency.is_opened(handle))
+        return residency.is_remote(handle) or (is_late and residency.state(handle) == "disk")  # all have looked
 
     def loaded(self) -> tuple[int, int]:
         """Return how many of the adapters that are in use and loaded now are loaded on these shards, and how many there

@@ -148,11 +148,6 @@ class ResidencyTable:
         with self._lock:
             return bool(self._rows.get(handle, self._unknown).remote.any())
 
-    def is_opened(self, handle: int) -> bool:
-        """Return whether every shard that counts has looked at the adapter."""
-        with self._lock:
-            return bool((self._rows.get(handle, self._unknown).known | ~self._counted.counts).all())
-
     def is_behind(self, shard: int, handles: Iterable[int]) -> bool:
         """Return whether a shard lacks layers of one of these that a twin has completely."""
         layers, others = self._owned[shard], [one for one in self._layout.twins(shard) if one != shard]
