@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 TAKE_OVER_SECONDS = 30.0  # at least, until another controller has taken over from one that died, and answers
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
 POLL_SECONDS = 0.3  # between two calls for the progress
-WHAT = {"starting": "shards up", "loading": "adapters in use loaded", "moving": "clients moved"}
+WHAT = {
+    "starting": "shards up",
+    "loading": "adapters in use loaded",
+    "crowded": "what is in use does not fit yet; loaded",
+    "moving": "clients moved",
+}
 
 
 @one_line_errors()

@@ -10,7 +10,7 @@ from lora_server.control.admission.service import MOST_NAMED
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.nodes import NodeTable
 from lora_server.control.sync.shard_sync import ShardSync
-from lora_server.errors import AdapterLoadError, ServerUnavailableError
+from lora_server.errors import AdapterLoadError, ConfigError, ServerUnavailableError
 
 
 class NewShards:
@@ -42,9 +42,23 @@ class NewShards:
         """Return the shards that are not up."""
         return self.sync.shards.missing()
 
+    def crowded(self) -> ConfigError | None:
+        """Return why the adapters that are in use, as far as they are measured here, do not fit together; None where
+        they do. Their requests end, so they may fit later."""
+        return self._unfit(self._adapters.admission.active())
+
+    def _unfit(self, handles: Collection[int]) -> ConfigError | None:
+        sizes = self.sync.sizes
+        measured = {one for one in handles if sizes.unmeasured([one]) is None}
+        try:
+            self._adapters.admission.require_fit(sizes, measured, str(self.agreement.layout))
+        except ConfigError as error:
+            return error
+        return None
+
     def require_fit(self, is_late: bool = False) -> None:
-        """Check what these shards have measured: what is in use and pinned together, and each other adapter with the
-        pinned ones. `unchecked` are those that they are still to measure.
+        """Check what these shards have measured: with the pinned adapters each other one, and those that a request
+        wanted together. `unchecked` are those that they are still to measure.
 
         An adapter that is not in use is left out while a node lacks its files, or where it fails on the serving shards
         as well; and `is_late`, if its shards have looked at it: its files were elsewhere then. Raises ConfigError where
@@ -54,7 +68,9 @@ class NewShards:
         active, pinned = admission.active(), admission.queue.capacity.pinned
         if pinned != self._pinned:
             self._pinned, self._fitting = pinned, set()
-        admission.require_fit(sizes, {one for one in active if sizes.unmeasured([one]) is None}, layout)
+        for together in (pinned, *admission.batches()):
+            if unfit := self._unfit(together):
+                raise unfit
         self.unchecked = []
         for handle in [one for one in list(self.sync.spread.on_all) if one not in self._fitting]:
             if reason := self.sync.residency.error(handle):

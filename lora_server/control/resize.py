@@ -146,12 +146,9 @@ class Resize:
         try:
             parts.nodes.run({one.generation: str(one.layout) for one in (now, agreement)})
             self._load(new, deadline, seconds)
-            self._put(agreement)
-            try:
-                self._serve_from(new)
-            except LoraServerError:
-                self._put(now)
-                raise
+            while not self._serves(new, now):
+                self._clock.wait(threading.Event(), self._timings.shard_poll)
+                self._load(new, deadline, seconds)
         except BaseException:
             self._end_other()
             raise
@@ -182,8 +179,8 @@ class Resize:
     def _load(self, new: NewShards, deadline: float, seconds: float) -> None:
         """Wait until the new shards have what is in use, and for a while for what else fits them.
 
-        Raises ConfigError where it does not fit, AdapterLoadError where it cannot be loaded, ServerUnavailableError if
-        they are lost, or late.
+        Raises ConfigError where an adapter does not fit, or what is in use does not by the deadline, AdapterLoadError
+        where one cannot be loaded, ServerUnavailableError if the shards are lost, or late.
         """
         layout, warm_until = new.agreement.layout, min(deadline, self._clock.now() + self._timings.resize_warm)
         pause = threading.Event()
@@ -191,16 +188,18 @@ class Resize:
             if self._parts.shards.closed:
                 raise ServerUnavailableError("the server is stopping")
             new.require_sound()
-            missing = new.missing()
+            missing, crowded = new.missing(), None
             self._note("starting", new.agreement, layout.num_shards - len(missing), layout.num_shards)
             if not missing:
                 is_late = self._clock.now() > warm_until
                 new.require_fit(is_late)
-                loaded, wanted = new.loaded()
-                self._note("loading", new.agreement, loaded, wanted)
-                if not new.unchecked and loaded == wanted and (is_late or new.is_settled):
+                crowded, (loaded, wanted) = new.crowded(), new.loaded()
+                self._note("crowded" if crowded else "loading", new.agreement, loaded, wanted)
+                if not crowded and not new.unchecked and loaded == wanted and (is_late or new.is_settled):
                     return
             if self._clock.now() > deadline:
+                if crowded:
+                    raise crowded
                 done = f"{self._progress.state}: {self._progress.done} of {self._progress.total}"
                 where = f"; not up are {self._parts.nodes.where(layout, missing)}" if missing else new.awaited()
                 raise ServerUnavailableError(
@@ -213,19 +212,33 @@ class Resize:
         if self._support.layouts is not None:
             self._support.layouts.put(PlacedLayout(str(agreement.layout), agreement.generation))
 
-    def _serve_from(self, new: NewShards) -> None:
-        """Let the placements swap places. Raises ConfigError where what is in use by now does not fit, and
-        ServerUnavailableError if a new shard was lost meanwhile."""
+    def _serves(self, new: NewShards, before: Agreement) -> bool:
+        """Let the placements swap places, in the registry first; returns whether what is in use by now let them.
+
+        Raises ServerUnavailableError if a new shard was lost meanwhile.
+        """
+        self._put(new.agreement)
+        done = False
+        try:
+            done = self._swapped(new)
+        finally:
+            if not done:
+                self._put(before)
+        return done
+
+    def _swapped(self, new: NewShards) -> bool:
         parts, agreement = self._parts, new.agreement
         with parts.arrivals.alone():
             new.require_up()
-            parts.adapters.admission.swap(new.sync, str(agreement.layout))
+            if not parts.adapters.admission.swap(new.sync):
+                return False
             parts.clients.twins.clear()
             parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)
                 parts.adapters.admission.introduce(handle)
         log.info("serving from the new shards", layout=str(agreement.layout), generation=agreement.generation)
+        return True
 
     # -- afterwards
 

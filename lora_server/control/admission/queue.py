@@ -31,6 +31,8 @@ from lora_server.histogram import Histogram
 from lora_server.per_tenant import PerTenant
 from lora_server.wire.events import ADMISSION, RequestAdmitted, RequestQueued
 
+MOST_BATCHES = 256  # a layout in which one of these does not fit is no layout to resize to
+
 
 class QueuePosition(NamedTuple):
     """A queued ticket's position, from 1 on, and the reason why it waits."""
@@ -102,6 +104,7 @@ class AdmissionQueue:
     tickets: TicketTable = field(default_factory=TicketTable)
     loads: TicketLoads = field(default_factory=TicketLoads)
     paused: str = ""  # why no ticket is admitted, whatever capacity there is
+    batches: dict[frozenset[int], None] = field(default_factory=dict)  # the last that tickets wanted together
     _answered: list[tuple[TicketKey, Ticket, bool]] = field(default_factory=list)  # in this pass
 
     # -- clients
@@ -308,12 +311,20 @@ class AdmissionQueue:
         ticket.handles, ticket.admitted = handles, now
         if key[1] and self.loads.is_awaited(ticket):  # a ticket of number 0 is answered now
             self.tickets.loading[key] = ticket
+        if len(handles) > 1:
+            self._note_batch(frozenset(handles))
         hits = sum(map(self.loads.is_resident, handles))
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
         self.updates.held(key[0], more=self.holds.acquire(key[0], handles))
         self.counters.admit(key[0], ticket, now)
         self.update(ticket.trace)
+
+    def _note_batch(self, handles: frozenset[int]) -> None:
+        self.batches.pop(handles, None)
+        self.batches[handles] = None
+        if len(self.batches) > MOST_BATCHES:
+            del self.batches[next(iter(self.batches))]
 
     def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> bool:
         """Note which adapters became active or inactive, and return whether any went out of use. `trace` is that of the

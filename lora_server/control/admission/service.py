@@ -25,7 +25,7 @@ from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle, SharedCommand
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.control.sync.sizes import PoolSizes
-from lora_server.errors import AdapterLoadError, ConfigError, ServerUnavailableError, UnknownAdapterError, rebuild
+from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError, rebuild
 from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -196,6 +196,11 @@ class AdmissionService:
         with self._changed:
             return set(self.queue.capacity.active)
 
+    def batches(self) -> list[frozenset[int]]:
+        """Return the last adapters that requests wanted together."""
+        with self._changed:
+            return list(self.queue.batches)
+
     def require_fit(self, sizes: PoolSizes, handles: Set[int], layout: str) -> None:
         """Raise ConfigError where these, and the pinned adapters, cannot have places together in the pools of
         `sizes`."""
@@ -210,21 +215,17 @@ class AdmissionService:
                     "as it did: choose more shards, unpin adapters, or start it with a larger --device-pool"
                 )
 
-    def swap(self, other: ShardSync, layout: str) -> None:
-        """Admit by the pools of the other placement's shards from now on, and serve from these.
-
-        Raises, and changes nothing: ConfigError where what is in use does not fit there, ServerUnavailableError where
-        that is not measured there.
-        """
+    def swap(self, other: ShardSync) -> bool:
+        """Admit by the pools of the other placement's shards from now on, and serve from these. Returns False, and
+        changes nothing, where what is in use by now does not fit there, or is not measured there."""
         with self._changed:
-            if (shard := other.sizes.unmeasured(self.active())) is not None:
-                raise ServerUnavailableError(
-                    f"{layout}: an adapter came into use that its shard {shard} has not measured; try again"
-                )
-            self.require_fit(other.sizes, self.active(), layout)
+            capacity, active = PoolCapacity(self.queue.capacity.most, other.sizes), self.active()
+            if other.sizes.unmeasured(active) is not None or capacity.too_large(active):
+                return False
             self._sync.swap(other)
             self.queue.capacity.move_to(self._sync.sizes)
             self.admit()
+        return True
 
     def is_behind(self, shard: int) -> bool:
         """Return whether a shard still loads what is in use, and a twin of it has it."""

@@ -245,9 +245,31 @@ def test_no_layout_serves_before_it_has_measured_what_is_in_use(measuring):
     controller, new = measuring
     pin(controller, 1)
     measure(new, 1, 1)
-    with pytest.raises(ServerUnavailableError, match="ep2-pp1: an adapter came into use that its shard 1 has not"):
-        controller.adapters.admission.swap(new.sync, "ep2-pp1")
+    assert not controller.adapters.admission.swap(new.sync)
     assert controller.shards.layout.num_shards == 1
+
+
+def test_what_is_in_use_and_does_not_fit_is_waited_for_but_not_what_a_request_wanted_together(measuring):
+    controller, new = measuring
+    queue = controller.adapters.admission.queue
+    for handle in (1, 2):
+        measure(new, handle, 6, 6)
+    for number, names in enumerate((["a1"], ["a2"]), start=1):
+        assert queue.acquire(1, number, names) == [number]
+    new.require_fit()
+    assert "no place for a1, a2: 12 bytes are needed together" in str(new.crowded())
+    assert not controller.adapters.admission.swap(new.sync)
+    queue.release(1, [2])
+    assert new.crowded() is None
+    assert queue.acquire(1, 3, ["a1", "a2"]) == [1, 2]
+    queue.release(1, [1, 1, 2])
+    assert new.crowded() is None
+    with pytest.raises(ConfigError, match="no place for a1, a2: 12 bytes are needed together"):
+        new.require_fit()
+    measure(new, 2, 1, 1)
+    new.require_fit()
+    assert controller.adapters.admission.swap(new.sync)
+    assert controller.shards.layout.num_shards == 2
 
 
 def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_not():
