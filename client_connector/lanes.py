@@ -121,10 +121,11 @@ class ShardLanes:
         return self._lanes[lane.shard % self._width]
 
     def look(self) -> None:
-        """Find out which links are gone."""
+        """Find out which links are gone. `settle` gives back those that steps do not take, too."""
         for lanes in self._lanes:
             for lane in lanes:
                 lane.look()
+                self._is_unsettled |= lane.broken is not None
 
     def settle(self) -> None:
         """Choose the lane of each shard anew, if any has changed. Call it before an exchange."""

@@ -130,14 +130,14 @@ class Clients:
         if self.leases.end(client, epoch):
             self._forget(client)
 
-    def gone(self, shard: int, client: int, epoch: int) -> None:
-        """Note that a client's connection to a shard that serves ended; end its lease unless it has one to a twin that
-        is up, or its steps still go by the placement before."""
+    def gone(self, handle: ShardHandle, client: int, epoch: int) -> None:
+        """Note that a client's connection to a shard ended; end its lease unless it has one to a twin that is up, its
+        steps still go by the placement before, or the shard's placement does not serve."""
         lease = self.leases.find(client, epoch)
         is_over = self._start.settled.is_set() and lease is None
-        if lease is not None and 0 < lease.generation < self._shards.generation:
+        if lease is not None and 0 < lease.generation < handle.generation:
             return  # it could not connect to all new shards, and tries again
-        if not is_over and self.twins.part(shard, client):
+        if not is_over and self.twins.part(handle, client):
             self.end(client, epoch)
 
     def end_all(self) -> None:
@@ -162,6 +162,8 @@ class Clients:
     def borrow(self, proof: Proof, holder: Proof) -> None:
         """Let one client's steps use the adapters that `holder` holds; raises LeaseError for either."""
         client, lender = self.renew(proof), self.renew(holder)
+        if (lease := self.leases.proven(proof)) is not None:
+            lease.holder = lender
         command = pb.ShardCommand(borrow=pb.Borrow(client=client, holder=lender))
         wait_all(self._shards.broadcast(command), self._timings.grant, "what a client borrows")
 

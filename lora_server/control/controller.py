@@ -130,5 +130,5 @@ class Controller:
                 adapters.admission.admit(report.residencies.moved)
         elif kind == "leaving":
             handle.leaving = True
-        elif kind == "client_gone" and handle.generation == self.shards.generation:  # else it has moved
-            self.clients.gone(handle.shard, report.client_gone.client, report.client_gone.epoch)
+        elif kind == "client_gone":
+            self.clients.gone(handle, report.client_gone.client, report.client_gone.epoch)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from lora_server.placement import Layout
 from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.terms import Proof
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 3600.0
 OUTCOMES = ("done", "failed")
@@ -80,16 +82,32 @@ class Resize:
         """Return how far it is."""
         return self._progress
 
-    def move_for(self, generation: int) -> pb.Move | None:
-        """Return the move of a client with steps by the placement of `generation`; None if it stays."""
-        shards = self._parts.shards
+    def move_for(self, proof: Proof, generation: int) -> pb.Move | None:
+        """Return the move of a client with steps by the placement of `generation`, to the shards that have what it
+        holds; None while it stays, since neither a shard nor a twin of it has."""
+        shards, adapters, leases = self._parts.shards, self._parts.adapters, self._parts.clients.leases
         if not 0 < generation < shards.generation:
             return None
-        live, layout = shards.live(), shards.layout
-        if layout.unserved([shard for shard in range(layout.num_shards) if shard not in live]):
-            return None
-        endpoints = [handle.registration.endpoint for handle in live.values()]
-        return pb.Move(generation=shards.generation, layout=str(layout), endpoints=endpoints)
+        lease, holds = leases.proven(proof), adapters.admission.holds
+        held = holds.of(proof.client) | holds.of(lease.holder if lease is not None else 0)
+        with adapters.sync.lock:  # placements swap under it
+            layout, live = shards.layout, shards.live()
+            lacking = self._lacking(held) | {shard for shard in range(layout.num_shards) if shard not in live}
+            if layout.unserved(lacking):
+                return None
+            endpoints = [handle.registration.endpoint for shard, handle in live.items() if shard not in lacking]
+            return pb.Move(generation=shards.generation, layout=str(layout), endpoints=endpoints)
+
+    def _lacking(self, held: Collection[int]) -> set[int]:
+        """Return the shards that still load one of these adapters, which the old shards or all their twins have."""
+        sync, lacking = self._parts.adapters.sync, set[int]()
+        for handle in held:
+            lacks = sync.residency.lacking(handle)
+            is_on_old = sync.other is not None and sync.other.state(handle) == "ready"
+            is_coming = is_on_old and not sync.residency.error(handle, last_load=True)
+            if is_coming or not sync.shards.layout.unserved(lacks):
+                lacking.update(lacks)
+        return lacking
 
     def run(self, layout: str, seconds: float) -> pb.ResizeReply:
         """Serve in another layout: wait up to `seconds` for its shards to be loaded, and as long again for the clients
@@ -232,7 +250,6 @@ class Resize:
             new.require_up()
             if not parts.adapters.admission.swap(new.sync):
                 return False
-            parts.clients.twins.clear()
             parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement
             for handle in parts.shards.live().values():
                 parts.clients.introduce_all(handle)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -11,8 +13,9 @@ from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
+from lora_server.placement import Layout
 from tests.support.fleet import Fleet, now
-from tests.support.resizing import placed, resize, shards
+from tests.support.resizing import children_of, placed, resize, shards
 from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 
@@ -52,6 +55,13 @@ class TwinNodes(Nodes):
         until(spread, "all shards serve steps")
         assert self.degraded() == ""
 
+    def wait_whole(self, engines=2):
+        """Wait until all shards are up and every engine is connected to each, also to those that it does not use."""
+        until(lambda: self.degraded() == "", "all shards are up")
+        until(
+            lambda: all(one.stats.clients >= engines for one in self.shards()), "engines are connected to all of them"
+        )
+
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory, load):
@@ -87,27 +97,63 @@ def test_clients_are_spread_over_replicas(nodes, load, tmp_path):
         assert (reply.replicas, reply.ready) == (2, True)
 
 
-def test_a_killed_shard_fails_no_request(nodes, load, tmp_path):
+def test_a_killed_shard_fails_no_request_and_its_twin_may_be_the_next(nodes, load, tmp_path):
     with undisturbed(nodes, load, tmp_path) as fleet:
-        for shard in (0, 3):
+        for shard in (0, 2):
             killed = psutil.Process(nodes.shards()[shard].pid)
             killed.kill()
             all_gone([killed])
             fleet.all_right_again(now())
             until(lambda shard=shard, pid=killed.pid: nodes.shards()[shard].pid not in (0, pid), "it is restarted")
-            until(lambda: nodes.degraded() == "", "its twin is back")
+            nodes.wait_whole()
             nodes.wait_spread()
 
 
-def test_no_request_fails_in_a_resize_or_when_a_shard_dies_after_it(nodes, load, tmp_path):
+@contextmanager
+def resizing(nodes, layout):
+    """A resize that waits for its last new shard, on the second node, which is stopped before it is up while the block
+    runs. The block has what the command answers, and the new shards."""
+    address, width = nodes.first.address, Layout.parse(layout).width
+    before = {one for node in nodes.all for one in children_of(node)}
+
+    def new():
+        return [one for node in nodes.all for one in children_of(node) if one not in before]
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(resize, address, layout)
+        until(lambda: {*children_of(nodes.second)} - before, "a new shard of the second node")
+        last = ({*children_of(nodes.second)} - before).pop()
+        last.suspend()
+        try:
+            until(lambda: status(address).resize.done == 2 * width - 1, "the other new shards are up")
+            yield answer, new()
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                last.resume()
+
+
+def resized(answer):
+    done = answer.result()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_request_fails_in_a_resize_or_when_an_old_shard_dies_in_it_or_a_new_one_after_it(nodes, load, tmp_path):
     address = nodes.first.address
     with undisturbed(nodes, load, tmp_path) as fleet:
-        for generation, (layout, width) in enumerate({"ep1-pp1": 1, "ep2-pp1": 2}.items(), start=2):
-            old, done = shards(address), resize(address, layout)
-            assert done.returncode == 0, done.stderr
-            assert json.loads(done.stdout)["moved"] == 2, "under the lease that they have"
+        for layout, width, dies in (("ep1-pp1", 1, 0), ("ep2-pp1", 2, 1)):
+            with resizing(nodes, layout) as (answer, _):
+                old = shards(address)
+                old[dies].kill()
+                all_gone([old[dies]])
+                fleet.all_right_again(now())
+                until(lambda dies=dies, pid=old[dies].pid: nodes.shards()[dies].pid not in (0, pid), "it is restarted")
+                nodes.wait_whole()
+                old += shards(address)
+            reply = resized(answer)
+            assert (reply["moved"], reply["ended"]) == (2, 0), "under the lease that they have"
             all_gone(old)
-            assert placed(address) == (layout, generation)
+            assert placed(address) == (layout, reply["generation"])
             assert [(one.replica, one.node) for one in nodes.shards()] == [(0, 0)] * width + [(1, 1)] * width
             nodes.wait_spread()
             killed = shards(address)[0]
@@ -115,8 +161,45 @@ def test_no_request_fails_in_a_resize_or_when_a_shard_dies_after_it(nodes, load,
             all_gone([killed])
             fleet.all_right_again(now())
             until(lambda pid=killed.pid: nodes.shards()[0].pid not in (0, pid), "it is restarted")
-            until(lambda: nodes.degraded() == "", "its twin is back")
+            nodes.wait_whole()
             nodes.wait_spread()
+
+
+def test_a_new_shard_that_dies_before_engines_move_is_named_and_the_old_twins_serve_on(nodes, load, tmp_path):
+    address = nodes.first.address
+    with undisturbed(nodes, load, tmp_path):
+        before, serving = placed(address), shards(address)
+        with resizing(nodes, "ep1-pp1") as (answer, new):
+            killed = next(one for one in new if one in children_of(nodes.first))
+            killed.kill()
+            done = answer.result()
+        assert done.returncode == 1, done.stdout
+        assert "ep1-pp1: lost shards [0] on node 0: see the node's log" in done.stderr, done.stderr
+        all_gone(new)
+        assert placed(address) == before and shards(address) == serving
+
+
+@pytest.mark.long
+def test_a_node_that_dies_while_new_shards_start_is_named_and_once_it_is_back_a_resize_works(nodes, load, tmp_path):
+    address = nodes.first.address
+    with undisturbed(nodes, load, tmp_path) as fleet:
+        before, serving = placed(address), [one.pid for one in nodes.shards()[:2]]
+        with resizing(nodes, "ep1-pp1") as (answer, new):
+            kill(nodes.all.pop())
+            done = answer.result()
+            fleet.all_right_again(now())
+        assert done.returncode == 1, done.stdout
+        assert re.search("ep1-pp1.* node 1.*", done.stderr), done.stderr
+        all_gone(new)
+        assert placed(address) == before and [one.pid for one in nodes.shards()[:2]] == serving
+        assert nodes.degraded() == "shards [2, 3] are down; their twins serve"
+        nodes.second = nodes.start(*ELSEWHERE)
+        until(lambda: nodes.degraded() == "", "the node is back")
+        nodes.wait_spread()
+        for layout in ("ep1-pp1", "ep2-pp1"):
+            done = resize(address, layout)
+            assert done.returncode == 0, done.stderr
+            fleet.all_right_again(now())
 
 
 def test_a_stopped_shard_fails_no_request(nodes, load, tmp_path):

@@ -54,6 +54,7 @@ class ClientLease:
     grant: pb.Grant | None = None  # as shards were sent it
     generation: int = 0  # of the placement that its steps go by; 0: it pushes none, below: it has not said so yet
     replica: int = -1  # that its steps prefer; -1: it pushes none, or joined an earlier controller
+    holder: int = 0  # the client whose holds its steps use, too; 0: it has not said so to this controller
     calls: Counts = field(default_factory=Counts)
 
     @property

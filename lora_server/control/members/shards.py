@@ -397,6 +397,14 @@ def all_live(table: ShardTable) -> list[ShardHandle]:
         return [*table.live().values(), *(other.live().values() if other is not None else ())]
 
 
+def twins_up(table: ShardTable, handle: ShardHandle) -> set[int] | None:
+    """Return the twins of a shard that are up, it among them; None where its placement does not serve."""
+    with table._guard:
+        if handle.generation != table.generation:
+            return None
+        return table._live.keys() & set(table.layout.twins(handle.shard))
+
+
 def swap(one: ShardTable, other: ShardTable) -> None:
     """Give each of two tables the placement and the shards of the other."""
     with one._guard, other._guard:

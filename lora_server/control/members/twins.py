@@ -6,40 +6,39 @@ import threading
 from collections.abc import Collection
 
 from lora_server.control.members.leases import Leases
-from lora_server.control.members.shards import ShardHandle, ShardTable
+from lora_server.control.members.shards import ShardHandle, ShardTable, twins_up
 from lora_server.wire import lora_server_pb2 as pb
 
 
 class TwinConnections:
-    """The connections that clients have lost, by shard. Thread-safe; its lock is a leaf."""
+    """The connections that clients have lost, by the generation of the placement and the shard. Thread-safe; its lock
+    is a leaf."""
 
     def __init__(self, leases: Leases, shards: ShardTable) -> None:
         self._leases, self._shards = leases, shards
-        self._parted: dict[int, set[int]] = {}  # shards, by client
+        self._parted: dict[int, set[tuple[int, int]]] = {}  # generations and shards, by client
         self._lock = threading.Lock()
 
-    def part(self, shard: int, client: int) -> bool:
-        """Note that a client's connection to a shard ended; return whether it has none to a twin that is up."""
-        up = self._shards.live().keys() & set(self._shards.layout.twins(shard))
+    def part(self, handle: ShardHandle, client: int) -> bool:
+        """Note that a client's connection to a shard ended; return whether it has none to a twin that is up. A shard of
+        a placement that does not serve counts for nothing: after a resize its number is another's."""
+        if (up := twins_up(self._shards, handle)) is None:
+            return False
+        generation = handle.generation
         with self._lock:
-            parted = self._parted.setdefault(client, set())
-            parted.add(shard)
-            return parted.issuperset(up)
+            parted = {one for one in self._parted.get(client, ()) if one[0] == generation} | {
+                (generation, handle.shard)
+            }
+            self._parted[client] = parted
+            return parted.issuperset((generation, twin) for twin in up)
 
     def offer(self, client: int, lacking: Collection[int], generation: int) -> list[ShardHandle]:
-        """Return those that are up, of the shards that a client says it has no connection to; none where it goes by
-        another generation of the placement."""
-        if generation != self._shards.generation:
-            return []
+        """Return those that are up, of the shards of a generation that a client says it has no connection to."""
         with self._lock:
-            self._parted.get(client, set()).intersection_update(lacking)
+            if (parted := self._parted.get(client)) is not None:
+                parted -= {(of, shard) for of, shard in parted if of == generation and shard not in lacking}
         live = self._shards.live()
-        return [live[shard] for shard in lacking if shard in live]
-
-    def clear(self) -> None:
-        """Forget all losses: after a resize the numbers mean other shards."""
-        with self._lock:
-            self._parted.clear()
+        return [live[shard] for shard in lacking if shard in live and live[shard].generation == generation]
 
     def introduce(self, handle: ShardHandle) -> None:
         """Send a shard that registered the clients that its twins serve, before anything that they hold."""

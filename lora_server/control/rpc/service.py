@@ -169,7 +169,7 @@ class ClientsService:
         up = self._clients.twins.offer(proof.client, request.lacking, request.generation)
         level = [one for one in up if not self._controller.adapters.admission.is_behind(one.shard)]
         endpoints = [one.registration.endpoint for one in level]
-        move = self._controller.resize.move_for(request.generation)
+        move = self._controller.resize.move_for(proof, request.generation)
         pause = heartbeat_pause(len(self._clients.leases), self._clients.leases.seconds)
         pause = 0.0 if self._controller.resize.status().state else pause  # heartbeats tell clients to move
         return pb.HeartbeatReply(forgot=forgot, endpoints=endpoints, move=move, pause=pause)

@@ -125,17 +125,17 @@ def test_a_shard_is_not_behind_where_no_twin_is_further():
 
 
 def test_a_client_is_gone_when_it_has_a_connection_to_no_twin(controller):
-    complete(controller)
+    handles = complete(controller)
     leases, clients = controller.clients.leases, controller.clients
     lease = leases.grant("engine")
-    clients.gone(1, lease.client, lease.epoch)
-    clients.gone(2, lease.client, lease.epoch)
+    clients.gone(handles[1], lease.client, lease.epoch)
+    clients.gone(handles[2], lease.client, lease.epoch)
     assert leases.find(lease.client, lease.epoch), "it has one to shard 3, and one to shard 0"
     assert [one.shard for one in clients.twins.offer(lease.client, [2], 1)] == [2], "it has one to shard 1 again"
     assert not clients.twins.offer(lease.client, [2], 2), "shards of another placement have its numbers"
-    clients.gone(3, lease.client, lease.epoch)
+    clients.gone(handles[3], lease.client, lease.epoch)
     assert leases.find(lease.client, lease.epoch)
-    clients.gone(0, lease.client, lease.epoch)
+    clients.gone(handles[0], lease.client, lease.epoch)
     assert leases.find(lease.client, lease.epoch) is None
 
 
@@ -143,7 +143,7 @@ def test_a_client_without_the_only_twin_that_is_up_is_gone(controller):
     handles = complete(controller)
     lease = controller.clients.leases.grant("engine")
     controller.arrivals.depart(handles[3])
-    controller.clients.gone(1, lease.client, lease.epoch)
+    controller.clients.gone(handles[1], lease.client, lease.epoch)
     assert controller.clients.leases.find(lease.client, lease.epoch) is None
 
 

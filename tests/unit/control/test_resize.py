@@ -8,6 +8,7 @@ import pytest
 
 from lora_server.control.adapters.records import Record
 from lora_server.control.members.nodes import NodeTable
+from lora_server.control.members.shards import ShardHandle
 from lora_server.control.new_shards import NewShards
 from lora_server.control.resize import ResizeSupport
 from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, ServerUnavailableError
@@ -16,7 +17,7 @@ from lora_server.registry.layouts import Layouts, PlacedLayout
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
-from tests.support.controllers import ToldShard, kept, make_controller
+from tests.support.controllers import SPEC, ToldShard, kept, make_controller, moved, registration
 from tests.support.serving import HANG_SECONDS, until
 
 OFFERED = ResizeSupport(refusal="")
@@ -301,47 +302,109 @@ def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_no
         shard.close()
 
 
-def test_a_client_moves_to_one_of_twins_and_what_it_lost_before_counts_no_more():
-    new = []
+class MovingTwins:
+    """A controller of twins that is resized to ep2-pp1. The new shards serve; clients 1 and 2 go by the old ones."""
 
-    def start():
-        if 2 in controller.nodes.layouts and not new:
-            digest = controller.arrivals.other.digest()
-            new.extend(ToldShard(controller, shard=shard, generation=2, agreement_digest=digest) for shard in range(4))
+    def __init__(self, thread):
+        self.new = []
+        self.controller = make_controller(replicas=2, resize=OFFERED, timings=SOON)
+        self.controller.nodes.connect(0, self.start)
+        self.controller.start.registered.set()
+        self.old = [ToldShard(self.controller, shard=shard) for shard in range(2)]
+        self.leases = self.controller.clients.leases
+        self.leases.adopt([pb.Grant(client=one, epoch=1, key=bytes([one])) for one in (1, 2)], 2)
+        for client in (1, 2):
+            self.beat(client, generation=1)
+        self.lose_connection(self.old[0])
+        self.resized = resizing(self.controller, thread)
+        until(lambda: self.controller.resize.status().state == "moving", "the new shards serve")
 
-    def endpoints():
-        move = controller.resize.move_for(1)
-        return None if move is None else len(move.endpoints)
+    def start(self):
+        if 2 in self.controller.nodes.layouts and not self.new:
+            digest = self.controller.arrivals.other.digest()
+            self.new.extend(self.shard(number, agreement_digest=digest) for number in range(4))
 
-    def lose(shard):
-        shard.close()
-        controller.arrivals.depart(shard.handle)
+    def shard(self, number, **fields):
+        return ToldShard(self.controller, shard=number, generation=2, endpoint=pb.Endpoint(shard=number), **fields)
 
-    controller = make_controller(replicas=2, resize=OFFERED, timings=SOON)
-    controller.nodes.connect(0, start)
-    controller.start.registered.set()
-    old = [ToldShard(controller, shard=shard) for shard in range(2)]
-    leases = controller.clients.leases
-    leases.adopt([pb.Grant(client=1, epoch=1, key=b"1")], 1)
-    controller.clients.heartbeat(Proof(1, 1, b"1"), generation=1)
-    controller.clients.gone(0, 1, 1)
+    def offered(self, client=1):
+        """The shards that a client may move to."""
+        move = self.controller.resize.move_for(proof(client), 1)
+        return None if move is None else [one.shard for one in move.endpoints]
+
+    def beat(self, client, generation):
+        self.controller.clients.heartbeat(proof(client), generation=generation)
+
+    def lose_connection(self, shard):
+        self.controller.clients.gone(shard.handle, 1, 1)
+
+    def end(self):
+        """Let the clients move."""
+        for client in (1, 2):
+            self.beat(client, generation=2)
+        assert self.resized.result(HANG_SECONDS).moved == 2 and self.controller.agreement.layout.replicas == 2
+
+
+def proof(client):
+    return Proof(client, 1, bytes([client]))
+
+
+@pytest.fixture
+def twins():
     with ThreadPoolExecutor(1) as thread:
-        resized = resizing(controller, thread)
-        until(lambda: controller.resize.status().state == "moving", "the new shards serve")
-        assert endpoints() == 4
-        lose(new[0])
-        assert endpoints() == 3, "the twin of the first serves"
-        lose(new[2])
-        assert endpoints() is None
-        new[0] = ToldShard(controller, shard=0, generation=2, agreement_digest=controller.agreement.digest())
-        assert endpoints() == 3
-        controller.clients.heartbeat(Proof(1, 1, b"1"), generation=2)
-        assert resized.result(HANG_SECONDS).moved == 1 and controller.agreement.layout.replicas == 2
-    new[2] = ToldShard(controller, shard=2, generation=2, agreement_digest=controller.agreement.digest())
-    controller.clients.gone(2, 1, 1)
-    assert leases.find(1, 1), "it has a connection to shard 0, whose number another shard had before"
-    for shard in (*old, *new):
-        shard.close()
+        twins = MovingTwins(thread)
+        yield twins
+        twins.controller.shards.close()  # so that a resize that still runs ends
+        for shard in (*twins.old, *twins.new):
+            shard.close()
+
+
+def test_a_client_moves_to_one_of_twins_and_what_it_lost_before_counts_no_more(twins):
+    def lose(number):
+        twins.new[number].close()
+        twins.controller.arrivals.depart(twins.new[number].handle)
+
+    assert twins.offered() == [0, 1, 2, 3]
+    lose(0)
+    assert twins.offered() == [1, 2, 3]
+    lose(2)
+    assert twins.offered() is None
+    twins.new[0] = twins.shard(0)
+    assert twins.offered() == [0, 1, 3]
+    twins.end()
+    twins.new[2] = twins.shard(2)
+    twins.lose_connection(twins.old[0])  # it was on its way when the new shards began to serve
+    twins.lose_connection(twins.new[2])
+    assert twins.leases.find(1, 1), "it has a connection to shard 0, whose number another shard had before"
+    twins.lose_connection(twins.new[0])
+    assert twins.leases.find(1, 1) is None
+
+
+def test_a_client_moves_to_the_twins_that_have_what_it_holds_or_borrows_and_stays_while_none_has(twins):
+    controller, record = twins.controller, Record.decode(kept("held", 7).record)
+    controller.adapters.catalog.publish(record)
+    for command in controller.adapters.sync.load(record):
+        assert command.finished.wait(HANG_SECONDS)
+    old = controller.adapters.sync.other
+    until(lambda: old.state(7) == controller.adapters.sync.state(7) == "ready", "all shards have it")
+
+    def report(number, layers, **fields):
+        moved(controller, twins.new[number].handle, [pb.Residency(handle=7, layers=layers, **fields)])
+        return twins.offered(1), twins.offered(2)
+
+    controller.adapters.admission.holds.acquire(1, [7])
+    everything = [0, 1, 2, 3]
+    assert report(0, layers=0) == ([1, 2, 3], everything), "client 2 does not hold it"
+    controller.clients.borrow(proof(2), proof(1))
+    assert report(0, layers=1) == ([1, 2, 3], [1, 2, 3])
+    assert report(2, layers=0) == (None, None), "the old shards have it"
+    assert report(2, layers=SPEC.layers) == ([1, 2, 3], [1, 2, 3])
+    assert report(2, layers=0, error="no memory") == (everything, everything), "nothing comes of waiting"
+    assert report(2, layers=0) == (None, None)
+    moved(controller, twins.old[0].handle, [pb.Residency(handle=7)])
+    moved(controller, twins.old[1].handle, [pb.Residency(handle=7)])
+    assert twins.offered() == everything, "neither have the old ones"
+    twins.end()
 
 
 def test_new_twins_need_pools_of_one_size():
@@ -369,10 +432,11 @@ def test_new_twins_need_pools_of_one_size():
 def test_a_link_to_a_new_shard_that_ends_before_its_client_moved_ends_no_lease():
     controller = make_controller(restarted=True)
     leases, controller.shards.generation = controller.clients.leases, 2
+    shard = ShardHandle(registration(0, generation=2))
     leases.adopt([pb.Grant(client=one, epoch=1, key=bytes([one])) for one in (1, 2)], 2)
     for client in (1, 2):
         controller.clients.heartbeat(Proof(client, 1, bytes([client])), generation=client)
-        controller.clients.gone(0, client, 1)
+        controller.clients.gone(shard, client, 1)
     assert [one.client for one, _ in leases.silences()] == [1], "it tries again; the other one's shards are gone"
 
 
