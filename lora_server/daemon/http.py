@@ -43,19 +43,19 @@ class NodeCollector(Collector):
     def __init__(
         self,
         spec: ModelSpec,
-        node: int,
+        config: ServeConfig,
         shards: NodeShards,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        self._spec, self._node, self._shards, self._certificate = spec, node, shards, certificate
+        self._spec, self._config, self._shards, self._certificate = spec, config, shards, certificate
 
     def collect(self) -> Iterable[Metric]:
         """Yield the build, the certificate's expiry and the restarts of shards."""
-        yield build_info(self._spec, self._shards.layout)
+        yield build_info(self._spec, self._shards.layout, self._config.replicas)
         yield certificate_expiry(self._certificate)
         restarts = CounterMetricFamily(
             "lora_server_node_restarts", "Restarts of a node's shard", labels=["node", "shard"]
         )
         for shard, count in self._shards.restarts().items():
-            restarts.add_metric([str(self._node), str(shard)], count)
+            restarts.add_metric([str(self._config.node_rank), str(shard)], count)
         yield restarts

@@ -79,7 +79,7 @@ class Node:
             assert process.controller is not None
             certificate = certificate_of(process)
             self._shards = shards = NodeShards(process, self._start_shard, self._fail)
-            collector = NodeCollector(self.spec, process.node_rank, shards, certificate)
+            collector = NodeCollector(self.spec, process, shards, certificate)
             gate = RemoteGate(process.controller, process)
             not_ready = functools.partial(self._not_up, process)
             http = listen_http(process, self._stack, not_ready, collector, gate=gate, certificate=certificate)

@@ -43,6 +43,7 @@ def follow(server: str, plan: Planned, bounds: Bounds, port: int, every: float, 
     last = _read(server)
     built = measured.between([last]).server
     plan.check_model(built)
+    plan.check_replicas(built)
     if not built.layout:
         raise InputError(f"--server: {server} does not say its layout (lora_server_build_info): upgrade it")
     exported.serve(port)

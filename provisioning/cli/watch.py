@@ -35,8 +35,8 @@ def watch(
     ] = 0,
     act: Annotated[bool, typer.Option("--act", help="With --serve, run `lora-server resize` for --listen.")] = False,
     listen: Annotated[str, typer.Option(help="With --act, the server's --listen.")] = "127.0.0.1:7400",
-    min_gpus: Annotated[int, typer.Option(help="Fewest GPUs to shrink to.")] = 1,
-    max_gpus: Annotated[int, typer.Option(help="Most GPUs to grow to. 0: the plan's.")] = 0,
+    min_gpus: Annotated[int, typer.Option(help="Fewest GPUs to shrink to, of all replicas.")] = 1,
+    max_gpus: Annotated[int, typer.Option(help="Most GPUs to grow to, of all replicas. 0: the plan's.")] = 0,
     calm: Annotated[
         float,
         typer.Option(help="Seconds: the server shrinks to the most that was needed in so long; it grows at once."),
@@ -73,7 +73,8 @@ def _follow(server: str, plan: Planned | None, port: int, seconds: float, listen
             "--serve: got no --plan, expected the server's plan.yaml; GPUs needed are those of its question"
         )
     count(port, "--serve", 1, 65_535)
-    most = count(limits["most"] or plan.candidate.scenario.max_gpus, "--max-gpus", 1, 4096)
+    question = plan.candidate.scenario
+    most = count(limits["most"] or question.max_gpus - question.spare_gpus, "--max-gpus", 1, 4096)
     least = count(limits["least"], "--min-gpus", 1, most)
     times = {name: positive(limits[name], f"--{name.removesuffix('_s')}") for name in ("calm_s", "headroom")}
     bounds = Bounds(least=least, most=most, **times)

@@ -1,7 +1,8 @@
 """Autoscaling: GPUs that a server's load asks for, look by look, as metrics, and the resizes that follow from them.
 
 A server grows at once. It shrinks to the most that was asked for in the last `calm_s` seconds, so that a load that goes
-and comes again moves nothing twice; the GPUs that it has at the first look count as asked for.
+and comes again moves nothing twice; the GPUs that it has at the first look count as asked for. GPUs are those of all
+replicas, of which the server has as many as the plan.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lora_server.placement import Layout
+from provisioning.inputs import InputError
 from provisioning.plan.candidates import Candidate, candidates
 from provisioning.watch.advice import at_load, now
 from provisioning.watch.measured import Measured
@@ -31,6 +33,17 @@ class Bounds:
     def within(self, gpus: int) -> int:
         """Return the nearest number of GPUs that the server may have."""
         return min(max(gpus, self.least), self.most)
+
+    def of(self, replicas: int) -> Bounds:
+        """Return the bounds of a server whose GPUs are a multiple of `replicas`. Raises InputError where none is
+        within."""
+        least, most = math.ceil(self.least / replicas) * replicas, self.most // replicas * replicas
+        if least > most:
+            raise InputError(
+                f"--min-gpus, --max-gpus: got {self.least} and {self.most}, expected a multiple of {replicas} from one "
+                f"to the other: with the plan's --replicas {replicas} each shard is there as often"
+            )
+        return replace(self, least=least, most=most)
 
 
 class RecentMost:
@@ -71,8 +84,9 @@ class Autoscaler:
     could not, or ''. Not thread-safe."""
 
     def __init__(self, plan: Candidate, bounds: Bounds, resize: Callable[[Layout], str] | None = None) -> None:
-        """Without `resize` it only looks."""
-        self._plan, self._bounds, self._resize = plan, bounds, resize
+        """Without `resize` it only looks. Raises InputError for bounds that the plan's replicas do not fit."""
+        self._plan, self._resize, self._replicas = plan, resize, plan.scenario.replicas
+        self._bounds = bounds.of(self._replicas)
         self._recent, self._day = RecentMost(bounds.calm_s), RecentMost(DAY_S)
         self._looked = False
         self._quiet_until = -math.inf  # after a resize that failed
@@ -81,7 +95,7 @@ class Autoscaler:
 
     def look(self, at: float, measured: Measured) -> Look:
         """Take what was measured until `at` (seconds since 1970), and resize the server if it is to have other GPUs."""
-        serving = Layout.parse(measured.server.layout)
+        serving = Layout.parse(measured.server.layout, self._replicas)
         look = self._look(at, measured, serving)
         if self._resize is not None and look.wanted != serving.num_shards and at >= self._quiet_until:
             layout = self._layout(measured, look.wanted)
@@ -107,7 +121,7 @@ class Autoscaler:
         if not measured.requests:
             return self._bounds.least
         gpus = now(self._fuller(measured), self._plan, seeds=0).gpus
-        return self._bounds.most if gpus is None else gpus
+        return self._bounds.most if gpus is None else gpus * self._replicas
 
     def _fuller(self, measured: Measured) -> Measured:
         """Return the same load `headroom` times as high: as many requests in less time."""
@@ -116,9 +130,9 @@ class Autoscaler:
     def _layout(self, measured: Measured, gpus: int) -> Layout | None:
         """Return the best layout of so many GPUs, or of the next number that has any."""
         scenario = at_load(self._plan.scenario, measured) if measured.requests else self._plan.scenario
-        for more in range(gpus, self._bounds.most + 1):
+        for more in range(gpus // self._replicas, self._bounds.most // self._replicas + 1):
             if found := candidates(scenario, more):
-                return found[0].layout
+                return replace(found[0].layout, replicas=self._replicas)
         return None
 
     def _act(self, at: float, layout: Layout) -> None:

@@ -21,11 +21,12 @@ _MOST_GAP_SECONDS, _DAY_SECONDS = 3600.0, 86_400.0
 
 
 class ServerBuild(NamedTuple):
-    """The model and layout that a server says of itself; empty where it does not say them."""
+    """The model, layout and replicas that a server says of itself; empty where it does not say them."""
 
     model: str = ""
     geometry: str = ""
     layout: str = ""
+    replicas: str = ""
 
 
 UNKNOWN_BUILD = ServerBuild()

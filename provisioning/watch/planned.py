@@ -36,6 +36,15 @@ class Planned:
                 f"({server.geometry}); give the plan of this server's model"
             )
 
+    def check_replicas(self, server: ServerBuild) -> None:
+        """Refuse a server with another number of replicas; raises InputError. One that does not say it has one."""
+        planned = self.candidate.scenario.replicas
+        if (server.replicas or "1") != str(planned):
+            raise InputError(
+                f"--plan: {self.file} is for --replicas {planned}, but the server has {server.replicas or 1}: its GPUs "
+                "would be counted wrong; plan with the server's --replicas"
+            )
+
 
 def read(file: Path, flags_of: Callable[[Sequence[str]], PlanFlags]) -> Planned:
     """Read a plan.yaml; `flags_of` parses a command's arguments. Raises InputError that begins with --plan."""

@@ -95,6 +95,7 @@ def test_clients_are_spread_over_replicas(nodes, load, tmp_path):
             (0, 1, 1, 1),
         ]
         assert (reply.replicas, reply.ready) == (2, True)
+        assert all('replicas="2"' in node.get("/metrics")[1] for node in nodes.all)
 
 
 def test_a_killed_shard_fails_no_request_and_its_twin_may_be_the_next(nodes, load, tmp_path):

@@ -12,9 +12,10 @@ from lora_server.access.tls import ServerCertificate
 from lora_server.spec import ModelSpec
 
 
-def build_info(spec: ModelSpec, layout: str) -> Metric:
-    """Return the metric that names the version, the model, its geometry and the layout."""
+def build_info(spec: ModelSpec, layout: str, replicas: int) -> Metric:
+    """Return the metric that names the version, the model, its geometry, the layout and how often it is there."""
     labels = {"version": __version__, "model": spec.name, "geometry": spec.geometry, "layout": layout}
+    labels["replicas"] = str(replicas)
     return InfoMetricFamily("lora_server_build", "What runs here", labels)
 
 

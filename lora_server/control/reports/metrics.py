@@ -61,7 +61,8 @@ class ControllerCollector(Collector):
         nodes."""
         controller = self._controller
         reported = {shard: handle.stats for shard, handle in controller.shards.live().items()}  # one report of each
-        yield build_info(controller.agreement.spec, str(controller.agreement.layout))
+        layout = controller.agreement.layout
+        yield build_info(controller.agreement.spec, str(layout), layout.replicas)
         ready = not controller.not_ready()
         yield certificate_expiry(self._certificate)
         yield GaugeMetricFamily("lora_server_ready", "1 where /readyz says yes", float(ready))

@@ -3,15 +3,19 @@
 import math
 import socket
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lora_server.placement import Layout
 from provisioning.cli import follow
+from provisioning.inputs import InputError
 from provisioning.plan.candidates import evaluate
 from provisioning.watch.autoscale import Autoscaler, Bounds, RecentMost
 from provisioning.watch.measured import Measured, ServerBuild
+from provisioning.watch.planned import Planned
 from provisioning.workload.workload import zipf
 from tests.support.provision import question
 
@@ -104,6 +108,38 @@ def test_bounds_hold_and_a_resize_that_failed_is_not_repeated_at_each_look(plan)
     server.fails = ""
     server.look(601.0, 0.0)
     assert server.layout.num_shards == 2, "no load is no reason to go below the least"
+
+
+@pytest.fixture(scope="module")
+def replicated(plan):
+    """The same plan where every shard has a twin."""
+    return replace(plan, scenario=replace(plan.scenario, replicas=2))
+
+
+def test_gpus_and_their_bounds_are_those_of_all_replicas(replicated):
+    server = Server(replicated, Bounds(least=1, most=9, calm_s=600.0))
+    server.layout = Layout(1, 1, replicas=2)
+    first = server.look(0.0, 8.0)
+    grown = server.look(60.0, 400.0)
+    assert (first.serving, first.needed, first.wanted) == (2, 2, 2) and not first.margin
+    assert (grown.serving, grown.needed, grown.peak, grown.wanted, grown.margin) == (2, 4, 4, 4, -0.5)
+    assert [one.num_shards for one in server.asked] == [4] and server.layout.replicas == 2
+    assert server.look(120.0, 400.0).serving == 4 and len(server.asked) == 1
+    assert server.look(180.0, 1e6).wanted == 8, "nine GPUs are four pairs"
+    with pytest.raises(InputError, match="--min-gpus, --max-gpus: got 3 and 3, expected a multiple of 2"):
+        Autoscaler(replicated, Bounds(least=3, most=3))
+
+
+def test_a_plan_for_another_number_of_replicas_than_the_server_has_is_refused(plan, replicated):
+    one, two = (Planned(candidate=each, command="", file=Path("plan.yaml")) for each in (plan, replicated))
+    one.check_replicas(ServerBuild())
+    two.check_replicas(ServerBuild(replicas="2"))
+    for planned, replicas, says in (
+        (one, "2", "replicas 1, but the server has 2"),
+        (two, "", "2, but the server has 1"),
+    ):
+        with pytest.raises(InputError, match=says):
+            planned.check_replicas(ServerBuild(replicas=replicas))
 
 
 def test_it_only_looks_without_leave_to_act(plan):
