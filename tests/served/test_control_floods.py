@@ -543,6 +543,16 @@ def test_a_shard_that_does_not_register_is_ended():
         said.put(None)
 
 
+def test_a_shard_that_does_not_say_all_that_it_kept_is_ended(server):
+    _, controller, address = server
+    own = registration(0, agreement_digest=controller.agreement.digest(), kept=2)
+    with open_channel(address) as channel, registering(address, channel, SECRET) as (_, register):
+        refused = register(own, pb.ShardReport(kept=pb.Kept(grant=pb.Grant(client=1))))
+    assert isinstance(refused, ProtocolError)
+    assert "shard 0: 1 of 2 reports of what it kept came, and no other within" in str(refused)
+    assert not controller.shards.live()
+
+
 @pytest.mark.parametrize(
     ("believes", "node", "secret", "good"),
     [(True, 1, "", True), (True, 0, "", False), (True, 1, "y", False), (False, 1, "", False)],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +39,8 @@ class StampStore:
         self._ledger, self._reader = ledger, f"{__version__}/{hashlib.sha256(spec.to_json().encode()).hexdigest()[:16]}"
         self._before: dict[str, Seen] | None = None  # by uri
         self._new: dict[str, tuple[Record, str]] = {}  # likewise, with the stamp; not in the ledger yet
-        self._pinned: set[str] | None = None  # while `pinned_once`
+        self._pinned: set[str] | None = None  # what was read in `pinned_once`
+        self._is_read_once = False
 
     def before(self, name: str, where: Path, stamp: str) -> Record | None:
         """Return the record that an earlier server made of this place if its files still have this stamp, else None.
@@ -79,18 +81,21 @@ class StampStore:
 
     def pinned(self) -> set[str]:
         """Return the URIs of pinned adapters. Raises ServerUnavailableError."""
-        if self._pinned is not None:
-            return self._pinned
-        return self._ledger.pinned_places() if self._ledger is not None else set()
+        if self._ledger is None:
+            return set()
+        if self._pinned is None or not self._is_read_once:
+            self._pinned = self._ledger.pinned_places()
+        return self._pinned
 
     @contextlib.contextmanager
     def pinned_once(self) -> Iterator[None]:
-        """Read what is pinned once for all adapters of the block. Raises ServerUnavailableError."""
-        self._pinned = self.pinned()
+        """Read what is pinned at most once for all adapters of the block: an adapter that comes is pinned by name
+        only once it is there."""
+        self._pinned, self._is_read_once = None, True
         try:
             yield
         finally:
-            self._pinned = None
+            self._is_read_once = False
 
 
 class DirectorySource:
@@ -116,7 +121,7 @@ class DirectorySource:
         start, said = self._catalog.start, self._clock.now()
         if start.registered.is_set():
             return
-        with self._stamps.pinned_once():
+        with self.together():
             for done, (name, path) in enumerate(found.items()):
                 start.progress = done, len(found)
                 if self._clock.now() - said > self._timings.progress:
@@ -125,6 +130,10 @@ class DirectorySource:
                 self.take(name, path)
         self.keep()
         start.registered.set()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block in which adapters are taken with one look at what is pinned."""
+        return self._stamps.pinned_once()
 
     def keep(self) -> None:
         """Store the refusals on the shards, for the next controller, and the records in the ledger, for the next

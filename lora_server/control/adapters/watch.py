@@ -92,10 +92,11 @@ class DirectoryWatch:
         if gone:
             self._source.forget(self._directory, gone)
         waits = ""
-        for name in take:
-            if self._stopping.is_set():
-                return
-            waits = self._take(name) or waits
+        with self._source.together():
+            for name in take:
+                if self._stopping.is_set():
+                    return
+                waits = self._take(name) or waits
         if take or gone:
             self._source.keep()
         if waits and waits != waited:

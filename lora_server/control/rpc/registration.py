@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import secrets
 import threading
@@ -81,14 +82,10 @@ class ShardsService:
         if not message.reports:
             raise ProtocolError("a first message without a report; expected a ShardHello")
         reports, seconds = ReportReader(message, call.rest), self._controller.timings.handshake
-        first = await reports.next() or pb.ShardReport()
+        first = await reports.next(seconds) or pb.ShardReport()
         challenge = self._door.challenge(first.hello)
         await call.write(pb.ShardCommands(commands=[pb.ShardCommand(challenge=challenge)]))
-        try:
-            report = await asyncio.wait_for(reports.next(), seconds)
-        except TimeoutError:
-            report = None
-        if report is None:
+        if (report := await reports.next(seconds)) is None:
             raise ProtocolError(f"shard {first.hello.shard}: no registration within {seconds:g} s")
         registration = report.registration
         bounds.check(registration)
@@ -96,8 +93,9 @@ class ShardsService:
         call.prove()
         kept: list[pb.Kept] = []
         while len(kept) < registration.kept:
-            if (report := await reports.next()) is None:
-                raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
+            if (report := await reports.next(seconds)) is None:
+                came = f"{len(kept)} of {registration.kept} reports of what it kept came"
+                raise ProtocolError(f"shard {registration.shard}: {came}, and no other within {seconds:g} s")
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
         self._streams.add(handle)
@@ -155,13 +153,14 @@ class ReportReader:
     def __init__(self, first: pb.ShardReports, rest: AsyncIterator[pb.ShardReports]) -> None:
         self._here, self._rest = deque(first.reports), rest
 
-    async def next(self) -> pb.ShardReport | None:
-        """Return the next report, None at the end."""
-        while not self._here:
-            if (message := await anext(self._rest, None)) is None:
-                return None
-            self._here.extend(message.reports)
-        return self._here.popleft()
+    async def next(self, seconds: float) -> pb.ShardReport | None:
+        """Return the next report; None at the end, or where none comes for so long."""
+        if not self._here:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while not self._here and (message := await anext(self._rest, None)) is not None:
+                        self._here.extend(message.reports)
+        return self._here.popleft() if self._here else None
 
     async def message(self) -> Iterable[pb.ShardReport] | None:
         """Return what is left of a message, or the next one, None at the end."""

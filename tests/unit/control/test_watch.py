@@ -206,13 +206,14 @@ def test_only_a_refusal_at_the_start_keeps_a_server_unready(tmp_path, contents, 
 
 def test_the_next_server_reads_only_touched_files(tmp_path, contents, monkeypatch):
     """A whole restart, whose shards know nothing: by the stamps of the files. Pins are the ledger's."""
-    read, database = [], Database(f"sqlite:///{tmp_path / FILE}")
+    read, looks, database, pinned_places = [], [], Database(f"sqlite:///{tmp_path / FILE}"), Ledger.pinned_places
 
     def note(path, spec):
         read.append(path.name)
         return validate_adapter(path, spec)
 
     monkeypatch.setattr("lora_server.control.adapters.directory.validate_adapter", note)
+    monkeypatch.setattr(Ledger, "pinned_places", lambda ledger: looks.append(1) or pinned_places(ledger))
     followed = Followed(tmp_path, contents, ledger=Ledger(database, spec_of("mixtral").to_json()))
     for name in ("law", "code", "art", "bad"):
         followed.put(name, "dora" if name == "bad" else "v1")
@@ -224,9 +225,11 @@ def test_the_next_server_reads_only_touched_files(tmp_path, contents, monkeypatc
     followed.shard.close()
     followed.shard = None
     read.clear()
+    looks.clear()
     followed.touch("code")
     followed.start()
     followed.settle()
+    assert len(looks) == 2, "one for all adapters, and one for the record that is kept"
     assert sorted(read) == ["bad", "code"] and "DoRA" in followed.refused()["bad"]
     assert followed.served() == {"law": "v1", "code": "v1", "art": "v2"} and followed.first_done == 2
     assert [one.record.name for one in followed.adapters.listings.all() if one.record.pinned] == ["law"]
