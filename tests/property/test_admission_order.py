@@ -122,6 +122,32 @@ def test_no_ticket_starves_behind_an_endless_stream_of_a_strict_class(before, sl
     assert (1, before) not in order and number - 99 <= (OVERTAKES + 1) * (before + 1)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=8))
+def test_what_can_be_answered_is_told_of_all_as_it_is_told_of_each(data, sizes):
+    """Sizes by handle and shard, -1 for one that a shard has not measured."""
+    capacity, handles = PoolCapacity(data.draw(st.integers(0, 3))), list(range(1, len(sizes) + 1))
+    for shard, limit in enumerate(data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=2))):
+        capacity.sizes.set_capacity(shard, limit)
+    for handle, by_shard in zip(handles, sizes, strict=True):
+        for shard, nbytes in enumerate(by_shard):
+            if nbytes >= 0:
+                capacity.sizes.set_size(handle, shard, nbytes)
+    some = st.sets(st.sampled_from(handles), max_size=3)
+    capacity.set_pinned(frozenset(data.draw(some)))
+    in_use = data.draw(some)
+    capacity.set_in_use(in_use, in_use)
+
+    def alone(handle):
+        if capacity.is_taken:
+            return handle in capacity.in_use
+        one = {handle}
+        return bool(capacity.too_large(one)) or (capacity.sizes.unmeasured(one) is None and not capacity.lacking(one))
+
+    assert capacity.answerable([*handles, 99]) == [alone(handle) for handle in (*handles, 99)]
+    assert capacity.answerable([]) == []
+
+
 def test_tickets_that_take_no_place_overtake_none():
     order = AdmissionOrder()
     for number in range(10):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from lora_server.control.sync.sizes import PoolSizes
+import numpy as np
+import numpy.typing as npt
+
+from lora_server.control.sync.sizes import NO_LIMIT, UNMEASURED, PoolSizes
 from lora_server.errors import AdapterLoadError
 from lora_server.units import size
 
@@ -77,6 +80,21 @@ class PoolCapacity:
         """Return whether these fit, and are measured, and not all of them are in use."""
         return not handles <= self.in_use and self.sizes.unmeasured(handles) is None and not self.lacking(handles)
 
+    def answerable(self, handles: Sequence[int]) -> list[bool]:
+        """Tell of each adapter alone whether a ticket for it can be answered: it has a place, or there is one, or there
+        can never be one. The same as `too_large`, `unmeasured` and `lacking` say one by one, but one look at arrays."""
+        if self.is_taken:
+            return [handle in self.in_use for handle in handles]
+        self._add_up()
+        limits, taken = self.sizes.limits(), self.sizes.each(handles)
+        needed, beside = np.maximum(taken, 0), self.sizes.taken(self.pinned)
+        is_measured = ((taken != UNMEASURED) | (limits == NO_LIMIT)).all(axis=1)
+        is_active, is_pinned = (_among(handles, some) for some in (self.active, self.pinned))
+        fits = (self._used + needed <= limits).all(axis=1) | is_active
+        never = (beside + needed * ~is_pinned[:, None] > limits).any(axis=1)
+        found: list[bool] = (never | (is_measured & fits)).tolist()
+        return found
+
     def lacking(self, handles: Set[int], without: Set[int] = frozenset()) -> str:
         """Return why there is no place for these beside the active ones, or beside those that are left without some
         that are in use; empty where there is."""
@@ -112,3 +130,7 @@ class PoolCapacity:
         """Add up what the active adapters take again, where a size has changed."""
         if not self.is_current:
             self._summed, self._used = self.sizes.changes, self.sizes.taken(self.active)
+
+
+def _among(handles: Sequence[int], some: Set[int]) -> npt.NDArray[np.bool_]:
+    return np.fromiter((handle in some for handle in handles), dtype=bool, count=len(handles))

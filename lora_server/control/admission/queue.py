@@ -251,15 +251,31 @@ class AdmissionQueue:
             if first is None and lacking:
                 first = FirstTicket(key, ticket, lacking)
                 drained = self._drain_for(first, now)
-                fitting = set(filter(self._may_answer, order.names()))
+                fitting = self._answerable(order.names())
             elif first is not None and len(self.capacity.in_use) > had:
-                fitting = set(filter(self._may_answer, fitting))
+                fitting = self._answerable(fitting)
             elif ticket.handles is None and ticket.error is None:
                 fitting.discard(ticket.names)
 
-    def _may_answer(self, names: tuple[str, ...]) -> bool:
-        """Return whether tickets of these names can be answered: there is a place for them, or an error. With all
+    def _answerable(self, wanted: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
+        """Return those of these names whose tickets can be answered: there is a place for them, or an error. With all
         places taken an error waits until there is one, or the ticket is first."""
+        single, found = list[tuple[str, ...]](), set[tuple[str, ...]]()
+        handles = list[int]()
+        for names in wanted:
+            if len(names) > 1:
+                if self._may_answer(names):
+                    found.add(names)
+                continue
+            try:
+                handles += self.resolve(names)
+                single.append(names)
+            except LoraServerError:
+                found.add(names)
+        told = self.capacity.answerable(handles)
+        return found | {names for names, may in zip(single, told, strict=True) if may}
+
+    def _may_answer(self, names: tuple[str, ...]) -> bool:
         try:
             handles = set(self.resolve(names))
             if self.capacity.is_taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -83,6 +83,13 @@ class PoolSizes:
                 if (sizes := self._sizes.get(handle)) is not None:
                     total += np.maximum(sizes, 0)
             return total
+
+    def each(self, handles: Sequence[int]) -> Bytes:
+        """Return what each of these adapters takes, [handles, shards]; UNMEASURED where that is unknown."""
+        with self._lock:
+            none = np.full(len(self._limits), UNMEASURED, np.int64)
+            found = [self._sizes.get(handle, none) for handle in handles]
+            return np.stack(found) if found else np.empty((0, len(self._limits)), np.int64)
 
     def unmeasured(self, handles: Iterable[int]) -> int | None:
         """Return a shard that has not measured one of these adapters yet, or None."""
