@@ -76,6 +76,7 @@ class Resize:
         self._one = threading.Lock()
         self._progress = pb.ResizeStatus()
         self._generation = parts.shards.generation  # the highest that was ever tried
+        self._patient_until = 0.0  # clients stay so long on shards that have what they hold, where the new ones do not
         self.outcomes: Counter[str] = Counter()
 
     def status(self) -> pb.ResizeStatus:
@@ -84,7 +85,8 @@ class Resize:
 
     def move_for(self, proof: Proof, generation: int) -> pb.Move | None:
         """Return the move of a client with steps by the placement of `generation`, to the shards that have what it
-        holds; None while it stays, since neither a shard nor a twin of it has."""
+        holds; None while it stays, since neither a shard nor a twin of it has. It stays for `resize_warm` seconds at
+        most: a step that waits for a load is better than a client that comes too late."""
         shards, adapters, leases = self._parts.shards, self._parts.adapters, self._parts.clients.leases
         if not 0 < generation < shards.generation:
             return None
@@ -92,7 +94,10 @@ class Resize:
         held = holds.of(proof.client) | holds.of(lease.holder if lease is not None else 0)
         with adapters.sync.lock:  # placements swap under it
             layout, live = shards.layout, shards.live()
-            lacking = self._lacking(held) | {shard for shard in range(layout.num_shards) if shard not in live}
+            down = {shard for shard in range(layout.num_shards) if shard not in live}
+            lacking = down | self._lacking(held)
+            if layout.unserved(lacking) and self._clock.now() > self._patient_until:
+                lacking = down
             if layout.unserved(lacking):
                 return None
             endpoints = [handle.registration.endpoint for shard, handle in live.items() if shard not in lacking]
@@ -248,6 +253,7 @@ class Resize:
         parts, agreement = self._parts, new.agreement
         with parts.arrivals.alone():
             new.require_up()
+            self._patient_until = self._clock.now() + self._timings.resize_warm
             if not parts.adapters.admission.swap(new.sync):
                 return False
             parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement

@@ -305,9 +305,10 @@ def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_no
 class MovingTwins:
     """A controller of twins that is resized to ep2-pp1. The new shards serve; clients 1 and 2 go by the old ones."""
 
-    def __init__(self, thread):
+    def __init__(self, thread, patience=HANG_SECONDS):
         self.new = []
-        self.controller = make_controller(replicas=2, resize=OFFERED, timings=SOON)
+        timings = Timings(shard_poll=0.001, resize_warm=patience)
+        self.controller = make_controller(replicas=2, resize=OFFERED, timings=timings)
         self.controller.nodes.connect(0, self.start)
         self.controller.start.registered.set()
         self.old = [ToldShard(self.controller, shard=shard) for shard in range(2)]
@@ -350,9 +351,9 @@ def proof(client):
 
 
 @pytest.fixture
-def twins():
+def twins(request):
     with ThreadPoolExecutor(1) as thread:
-        twins = MovingTwins(thread)
+        twins = MovingTwins(thread, getattr(request, "param", HANG_SECONDS))
         yield twins
         twins.controller.shards.close()  # so that a resize that still runs ends
         for shard in (*twins.old, *twins.new):
@@ -380,30 +381,45 @@ def test_a_client_moves_to_one_of_twins_and_what_it_lost_before_counts_no_more(t
     assert twins.leases.find(1, 1) is None
 
 
-def test_a_client_moves_to_the_twins_that_have_what_it_holds_or_borrows_and_stays_while_none_has(twins):
+@pytest.fixture
+def report(twins):
+    """A function: a new shard reports what it has of adapter 7, which client 1 holds; returns where both may move."""
     controller, record = twins.controller, Record.decode(kept("held", 7).record)
     controller.adapters.catalog.publish(record)
     for command in controller.adapters.sync.load(record):
         assert command.finished.wait(HANG_SECONDS)
     old = controller.adapters.sync.other
     until(lambda: old.state(7) == controller.adapters.sync.state(7) == "ready", "all shards have it")
+    controller.adapters.admission.holds.acquire(1, [7])
 
-    def report(number, layers, **fields):
-        moved(controller, twins.new[number].handle, [pb.Residency(handle=7, layers=layers, **fields)])
+    def report(number, **fields):
+        moved(controller, twins.new[number].handle, [pb.Residency(handle=7, **fields)])
         return twins.offered(1), twins.offered(2)
 
-    controller.adapters.admission.holds.acquire(1, [7])
-    everything = [0, 1, 2, 3]
-    assert report(0, layers=0) == ([1, 2, 3], everything), "client 2 does not hold it"
-    controller.clients.borrow(proof(2), proof(1))
+    return report
+
+
+ALL = [0, 1, 2, 3]
+
+
+def test_a_client_moves_to_the_twins_that_have_what_it_holds_or_borrows_and_stays_while_none_has(twins, report):
+    assert report(0) == ([1, 2, 3], ALL), "client 2 does not hold it"
+    twins.controller.clients.borrow(proof(2), proof(1))
     assert report(0, layers=1) == ([1, 2, 3], [1, 2, 3])
-    assert report(2, layers=0) == (None, None), "the old shards have it"
+    assert report(2) == (None, None), "the old shards have it"
     assert report(2, layers=SPEC.layers) == ([1, 2, 3], [1, 2, 3])
-    assert report(2, layers=0, error="no memory") == (everything, everything), "nothing comes of waiting"
-    assert report(2, layers=0) == (None, None)
-    moved(controller, twins.old[0].handle, [pb.Residency(handle=7)])
-    moved(controller, twins.old[1].handle, [pb.Residency(handle=7)])
-    assert twins.offered() == everything, "neither have the old ones"
+    assert report(2, error="no memory") == (ALL, ALL), "nothing comes of waiting"
+    assert report(2) == (None, None)
+    for shard in twins.old:
+        moved(twins.controller, shard.handle, [pb.Residency(handle=7)])
+    assert twins.offered() == ALL, "neither have the old ones"
+    twins.end()
+
+
+@pytest.mark.parametrize("twins", [0.0], indirect=True)
+def test_a_client_moves_in_the_end_whatever_it_holds(twins, report):
+    assert report(0) == ([1, 2, 3], ALL)
+    assert report(2) == (ALL, ALL)
     twins.end()
 
 
