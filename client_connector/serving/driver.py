@@ -53,8 +53,6 @@ class RequestDriver:
                 request.ticket = None
         if Action.POLL in actions:
             self.poller.add(request)
-        if Action.ANNOUNCE in actions and held is not None:
-            self.lookahead.arrived(held.handle)
 
     def begin(self, request: AdapterRequest, then: Callable[[BaseException | None], object] = lambda _: None) -> None:
         """Ask the server without waiting: the request stays in ASKING until the answer is here. `then` is called after

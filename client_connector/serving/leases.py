@@ -43,7 +43,7 @@ class AdapterLeases:
     def hold(
         self, request_id: str, name: str, prompt: Sequence[int] | None, trace: Mapping[str, str] | None = None
     ) -> RequestState:
-        """Ask for the adapter of a new request, and prefetch it once it is held; does not wait for the answer.
+        """Ask for the adapter of a new request; does not wait for the answer.
 
         A failure is in the state then, for the scheduler to end the request with. `name` may have a tenant in front,
         see settings.tenant_and_name; `trace`: headers of the request's span.

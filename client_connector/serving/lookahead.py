@@ -15,6 +15,7 @@ AGAIN_SECONDS = 10.0  # an unchanged queue is announced again before the server 
 class Lookahead:
     """Announcements of the adapters that a server will need next. Thread-safe.
 
+    A request that is scheduled before the next look at the queue is not announced.
     `send(expected)` replaces the announcement before, see Session.prefetch; it never blocks.
     """
 
@@ -23,12 +24,6 @@ class Lookahead:
         self._said: list[int] = []  # handles, in the order in which they are expected
         self._looked = self._sent = -AGAIN_SECONDS
         self._lock = threading.Lock()
-
-    def arrived(self, handle: int) -> None:
-        """Announce a new request, unless another was announced just before; then the next `follow` does."""
-        with self._lock:
-            if handle not in self._said and len(self._said) < MOST and self._now() >= self._sent + EVERY_SECONDS:
-                self._say([*self._said, handle])
 
     def is_due(self) -> bool:
         """Return whether it is time to look at the queue."""
@@ -40,8 +35,5 @@ class Lookahead:
         with self._lock:
             self._looked = self._now()
             if handles != self._said or (handles and self._looked >= self._sent + AGAIN_SECONDS):
-                self._say(handles)
-
-    def _say(self, handles: list[int]) -> None:
-        self._said, self._sent = handles, self._now()
-        self._send({handle: place * SPACING_SECONDS for place, handle in enumerate(handles)})
+                self._said, self._sent = handles, self._looked
+                self._send({handle: place * SPACING_SECONDS for place, handle in enumerate(handles)})

@@ -56,7 +56,6 @@ class Action(Enum):
     RELEASE = "release"  # give the handle back
     NEW_TICKET = "new_ticket"  # the next ask is a new one to the server
     POLL = "poll"  # hand it to the poller, which asks again while the request waits, and else cancels the ticket
-    ANNOUNCE = "announce"  # prefetch the adapter
 
 
 class PhaseChange(NamedTuple):
@@ -85,7 +84,7 @@ def _kept(phases: Iterable[Phase], *actions: Action) -> dict[Phase, PhaseChange]
 TRANSITIONS: Mapping[RequestEvent, Mapping[Phase, PhaseChange]] = {
     RequestEvent.RESUMED: {Phase.PAUSED: PhaseChange(Phase.ASKING, (Action.NEW_TICKET,))},
     RequestEvent.GRANTED: {
-        **dict.fromkeys(_ASKED, PhaseChange(Phase.HELD, (Action.ANNOUNCE,))),
+        **dict.fromkeys(_ASKED, PhaseChange(Phase.HELD)),
         **_kept(_UNASKED, Action.RELEASE),
     },
     RequestEvent.NO_CAPACITY: {
@@ -93,8 +92,8 @@ TRANSITIONS: Mapping[RequestEvent, Mapping[Phase, PhaseChange]] = {
         **_kept(_UNASKED, Action.POLL),
     },
     RequestEvent.NO_WEIGHTS: {
-        **dict.fromkeys(_ASKED, PhaseChange(Phase.LOADING, (Action.POLL, Action.ANNOUNCE))),
-        **_kept((Phase.LOADING, *_UNASKED), Action.POLL),
+        **dict.fromkeys(_ASKED, PhaseChange(Phase.LOADING, (Action.POLL,))),
+        **_kept(_UNASKED, Action.POLL),
     },
     RequestEvent.SERVER_AWAY: {
         Phase.ASKING: PhaseChange(Phase.AWAY, (Action.NEW_TICKET, Action.POLL)),
