@@ -190,7 +190,7 @@ def test_a_server_without_descriptors_fills_no_log(tmp_path):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stream}
         process = subprocess.Popen([sys.executable, "-c", SERVE.replace("print(", f"{few}print(")], **pipes)
         port, logged = int(process.stdout.readline()), (tmp_path / "log").read_text
-        for _ in range(300):
+        for _ in range(60):
             stack.enter_context(opened(port, b"GET /livez HT"))
         until(lambda: "out of system resource" in logged(), "it has none left")
         until(lambda: "(again)" in logged(), "it goes on")

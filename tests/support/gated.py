@@ -78,12 +78,12 @@ class Gated:
         return proof_of(lease)
 
     def get(self, path, header="", port=0):
-        """Status, body and head of an HTTP GET."""
+        """Status, body and head of an HTTP GET; of a stream up to its first event."""
         with socket.create_connection(("127.0.0.1", port or self.http.port), HANG_SECONDS) as connection:
             shown = f"Authorization: {header}\r\n" if header else ""
             head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{shown}\r\n"
             connection.sendall(head.encode("latin-1"))
-            answer = heard(connection)
+            answer = heard(connection, b"\n\n\r\n" if path == "/status.events" else b"")
         head, _, body = answer.partition(b"\r\n\r\n")
         return int(head.split()[1]), body.decode(errors="replace"), head.decode()
 

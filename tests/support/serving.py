@@ -47,11 +47,11 @@ def until(condition: Callable[[], object], what: str, seconds: float = HANG_SECO
         time.sleep(0.02)
 
 
-def heard(sock: socket.socket) -> bytes:
-    """What a peer says until it ends the connection."""
+def heard(sock: socket.socket, last: bytes = b"") -> bytes:
+    """What a peer says until it ends the connection, or with `last`."""
     said = b""
     with contextlib.suppress(ConnectionResetError):
-        while more := sock.recv(1 << 16):
+        while not (last and said.endswith(last)) and (more := sock.recv(1 << 16)):
             said += more
     return said
 
