@@ -27,10 +27,10 @@ def port():
 
 
 def open_ones(connections):
-    """Indices of those whose other end is there.
+    """Indices of those with an open other end.
 
-    Which of those that came between two looks is older, nobody knows: descriptors that anything else of this process
-    closes meanwhile are given out again in another order. So cases with many per look count them.
+    The age of those that came between two looks cannot be told: descriptors that anything else of this process closes
+    meanwhile are given out again, in another order. So cases with many per look count them.
     """
     return [index for index, (sock, _) in enumerate(connections) if not has_ended(sock)]
 
