@@ -35,8 +35,7 @@ class Bounds:
         return min(max(gpus, self.least), self.most)
 
     def of(self, replicas: int) -> Bounds:
-        """Return the bounds of a server whose GPUs are a multiple of `replicas`. Raises InputError where none is
-        within."""
+        """Return these bounds, narrowed to multiples of `replicas`. Raises InputError where there is none within."""
         least, most = math.ceil(self.least / replicas) * replicas, self.most // replicas * replicas
         if least > most:
             raise InputError(
