@@ -92,6 +92,7 @@ class Resize:
             return None
         lease, holds = leases.proven(proof), adapters.admission.holds
         held = holds.of(proof.client) | holds.of(lease.holder if lease is not None else 0)
+        held = held or adapters.admission.active()  # it may borrow, and have told an earlier controller so
         with adapters.sync.lock:  # placements swap under it
             layout, live = shards.layout, shards.live()
             down = {shard for shard in range(layout.num_shards) if shard not in live}
