@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from lora_server.errors import AdapterLoadError
 from lora_server.memory.entry import AdapterEntry, Progress
 from lora_server.memory.eviction import Policy, may_go, victims
-from lora_server.memory.pins import Pins
+from lora_server.memory.pins import PinnedUses, Pins
 from lora_server.memory.pools import Pool
 from lora_server.memory.preload import Preloader
 from lora_server.memory.table import AdapterTable
@@ -67,10 +67,11 @@ class UsageLog:
 
     def collect(self) -> None:
         """Count the uses since the last call."""
-        unpinned = [(time.monotonic(), [handle]) for handle in self._tier.take_uses()]
-        for now, handles in [*self._pins.take_uses(), *unpinned]:
+        now = time.monotonic()
+        unpinned = [PinnedUses(frozenset([handle]), now, 1) for handle in self._tier.take_uses()]
+        for handles, last, uses in [*self._pins.take_uses(), *unpinned]:
             for entry in self._table.among(handles):
-                entry.usage.count(now)
+                entry.usage.count(last, uses)
                 self._preloader.note_use(entry)
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from typing import NamedTuple
 
-MOST_USES = 100_000  # kept until they are taken
+MOST_USES = 10_000  # sets of adapters that are counted until they are taken
+
+
+class PinnedUses(NamedTuple):
+    """How many steps pinned the same adapters, and when the last of them did."""
+
+    handles: frozenset[int]
+    last: float  # time.monotonic()
+    uses: int
 
 
 class Pins:
@@ -17,17 +25,20 @@ class Pins:
     """
 
     def __init__(self) -> None:
-        self._handles: dict[int, Collection[int]] = {}
+        self._handles: dict[int, frozenset[int]] = {}
         self.none = threading.Event()
         self.none.set()
         self._tokens = itertools.count(1)
-        self._uses: deque[tuple[float, Collection[int]]] = deque(maxlen=MOST_USES)
+        self._uses: dict[frozenset[int], tuple[float, int]] = {}
 
     def add(self, handles: Collection[int], now: float) -> int:
         """Add a pin; returns its token for `remove`."""
-        token = next(self._tokens)
-        self._handles[token] = handles
-        self._uses.append((now, handles))
+        token, distinct = next(self._tokens), frozenset(handles)
+        self._handles[token] = distinct
+        if (earlier := self._uses.get(distinct)) is not None:
+            self._uses[distinct] = now, earlier[1] + 1
+        elif len(self._uses) < MOST_USES:
+            self._uses[distinct] = now, 1
         self.none.clear()
         return token
 
@@ -40,7 +51,7 @@ class Pins:
     def __contains__(self, handle: int) -> bool:
         return any(handle in handles for handles in self._handles.values())
 
-    def take_uses(self) -> Iterator[tuple[float, Collection[int]]]:
-        """Yield each use once, the oldest first: its time and its handles."""
-        while self._uses:
-            yield self._uses.popleft()
+    def take_uses(self) -> list[PinnedUses]:
+        """Return the uses since the last call: one entry for all steps of the same adapters."""
+        taken, self._uses = self._uses, {}
+        return [PinnedUses(handles, last, uses) for handles, (last, uses) in taken.items()]

@@ -16,6 +16,7 @@ from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.entry import HALF_LIFE, AdapterEntry, Footprint, LayerState, Reason, Source, Want
 from lora_server.memory.eviction import IN_USE_SECONDS, POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
+from lora_server.memory.pins import Pins
 from lora_server.spec import Site
 from lora_server.timings import Timings
 from lora_server.units import Size
@@ -382,6 +383,22 @@ def test_uses_of_long_ago_are_worth_less():
     assert victims(10, [once_hot, in_use], lambda entry: entry.footprint.nbytes, POLICIES["value"]) == [once_hot]
     once_hot.note_layer(1e6 + 20 * HALF_LIFE + 20)
     assert victims(10, [once_hot, in_use], lambda entry: entry.footprint.nbytes, POLICIES["value"]) == [once_hot]
+
+
+def test_steps_of_one_batch_are_counted_together(adapters, make):
+    """The lock is held while uses are counted, and thousands of steps come between two counts."""
+    pins = Pins()
+    for second in range(1000):
+        pins.remove(pins.add([4, 8], float(second)))
+    pins.remove(pins.add([8], 7.0))
+    assert pins.take_uses() == [({4, 8}, 999.0, 1000), ({8}, 7.0, 1)] and pins.take_uses() == []
+    store = make(1 << 28)
+    assert load(store, 4, adapters[4]).result() is None
+    usage, before = store._table.entries[4].usage, time.monotonic()
+    for _ in range(1000):
+        read(store, 4)
+    store.report.use()
+    assert usage.rate == pytest.approx(1000, rel=0.1) and before < usage.last < time.monotonic()
 
 
 def test_copies_are_as_slow_as_the_link(adapters, sizes, make):
