@@ -20,6 +20,7 @@ class NewShards:
         self.sync, self.agreement = sync, agreement
         self._adapters, self._nodes = adapters, nodes
         self._fitting: set[int] = set()  # handles of adapters that fit, together with these pinned ones
+        self._fitting_batches: set[frozenset[int]] = set()  # likewise, of those that requests wanted together
         self._pinned: frozenset[int] = frozenset()
         self.unchecked: list[int] = []  # handles that `require_fit` is to check once they are measured
 
@@ -67,10 +68,12 @@ class NewShards:
         admission, sizes, layout = self._adapters.admission, self.sync.sizes, str(self.agreement.layout)
         active, pinned = admission.active(), admission.queue.capacity.pinned
         if pinned != self._pinned:
-            self._pinned, self._fitting = pinned, set()
-        for together in (pinned, *admission.batches()):
-            if unfit := self._unfit(together):
-                raise unfit
+            self._pinned, self._fitting, self._fitting_batches = pinned, set(), set()
+        for batch in {pinned, *admission.batches()} - self._fitting_batches:
+            if unfit := self._unfit(batch):
+                raise ConfigError(f"{unfit} (pinned, or wanted together by a request of the last hour)")
+            if sizes.unmeasured(batch) is None:
+                self._fitting_batches.add(batch)
         self.unchecked = []
         for handle in [one for one in list(self.sync.spread.on_all) if one not in self._fitting]:
             if reason := self.sync.residency.error(handle):

@@ -169,10 +169,16 @@ class Resize:
         new = NewShards(self._stage(agreement), agreement, parts.adapters, parts.nodes)
         try:
             parts.nodes.run({one.generation: str(one.layout) for one in (now, agreement)})
-            self._load(new, deadline, seconds)
-            while not self._serves(new, now):
+            warm_until = min(deadline, self._clock.now() + self._timings.resize_warm)
+            self._load(new, warm_until, deadline, seconds)
+            while reason := self._try_swap(new, now, seconds):
+                if self._clock.now() > deadline:
+                    raise ServerUnavailableError(
+                        f"{agreement.layout} does not serve within {seconds:g} s: {reason}; the server serves on as it "
+                        "did: try again, or give it longer with --seconds"
+                    )
                 self._clock.wait(threading.Event(), self._timings.shard_poll)
-                self._load(new, deadline, seconds)
+                self._load(new, warm_until, deadline, seconds)
         except BaseException:
             self._end_other()
             raise
@@ -200,14 +206,13 @@ class Resize:
             parts.shards.other = sync.other = None
         parts.nodes.run({serving.generation: str(serving.layout)})
 
-    def _load(self, new: NewShards, deadline: float, seconds: float) -> None:
-        """Wait until the new shards have what is in use, and for a while for what else fits them.
+    def _load(self, new: NewShards, warm_until: float, deadline: float, seconds: float) -> None:
+        """Wait until the new shards have what is in use, and until `warm_until` for what else fits them.
 
         Raises ConfigError where an adapter does not fit, or what is in use does not by the deadline, AdapterLoadError
         where one cannot be loaded, ServerUnavailableError if the shards are lost, or late.
         """
-        layout, warm_until = new.agreement.layout, min(deadline, self._clock.now() + self._timings.resize_warm)
-        pause = threading.Event()
+        layout, pause = new.agreement.layout, threading.Event()
         while True:
             if self._parts.shards.closed:
                 raise ServerUnavailableError("the server is stopping")
@@ -236,33 +241,32 @@ class Resize:
         if self._support.layouts is not None:
             self._support.layouts.put(PlacedLayout(str(agreement.layout), agreement.generation))
 
-    def _serves(self, new: NewShards, before: Agreement) -> bool:
-        """Let the placements swap places, in the registry first; returns whether what is in use by now let them.
+    def _try_swap(self, new: NewShards, before: Agreement, seconds: float) -> str:
+        """Let the placements swap places, in the registry first. Returns why what is in use by now does not let them,
+        or ''.
 
         Raises ServerUnavailableError if a new shard was lost meanwhile.
         """
-        self._put(new.agreement)
-        done = False
-        try:
-            done = self._swapped(new)
-        finally:
-            if not done:
-                self._put(before)
-        return done
-
-    def _swapped(self, new: NewShards) -> bool:
         parts, agreement = self._parts, new.agreement
+        self._put(agreement)
         with parts.arrivals.alone():
-            new.require_up()
-            self._patient_until = self._clock.now() + self._timings.resize_warm
-            if not parts.adapters.admission.swap(new.sync):
-                return False
-            parts.arrivals.agreement, parts.arrivals.other = agreement, parts.arrivals.agreement
-            for handle in parts.shards.live().values():
-                parts.clients.introduce_all(handle)
-                parts.adapters.admission.introduce(handle)
-        log.info("serving from the new shards", layout=str(agreement.layout), generation=agreement.generation)
-        return True
+            try:
+                new.require_up()
+                self._patient_until = self._clock.now() + min(self._timings.resize_warm, seconds / 2)
+                reason = parts.adapters.admission.swap(new.sync)
+            except BaseException:
+                self._put(before)
+                raise
+            if not reason:
+                parts.arrivals.agreement, parts.arrivals.other = agreement, before
+                for handle in parts.shards.live().values():
+                    parts.clients.introduce_all(handle)
+                    parts.adapters.admission.introduce(handle)
+        if reason:
+            self._put(before)
+        else:
+            log.info("serving from the new shards", layout=str(agreement.layout), generation=agreement.generation)
+        return reason
 
     # -- afterwards
 

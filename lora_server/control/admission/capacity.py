@@ -81,8 +81,8 @@ class PoolCapacity:
         return not handles <= self.in_use and self.sizes.unmeasured(handles) is None and not self.lacking(handles)
 
     def answerable(self, handles: Sequence[int]) -> list[bool]:
-        """Tell of each adapter alone whether a ticket for it can be answered: it has a place, or there is one, or there
-        can never be one. The same as `too_large`, `unmeasured` and `lacking` say one by one, but one look at arrays."""
+        """Return for each adapter whether a ticket for it alone can be answered: it has a place, or there is one, or
+        there can never be one: what `too_large`, `unmeasured` and `lacking` say of one, by one look at arrays."""
         if self.is_taken:
             return [handle in self.in_use for handle in handles]
         self._add_up()

@@ -31,7 +31,7 @@ from lora_server.histogram import Histogram
 from lora_server.per_tenant import PerTenant
 from lora_server.wire.events import ADMISSION, RequestAdmitted, RequestQueued
 
-MOST_BATCHES = 256  # a layout in which one of these does not fit is no layout to resize to
+MOST_BATCHES, BATCH_SECONDS = 256, 3600.0  # that are remembered: a layout in which one does not fit is not resized to
 
 
 class QueuePosition(NamedTuple):
@@ -104,7 +104,7 @@ class AdmissionQueue:
     tickets: TicketTable = field(default_factory=TicketTable)
     loads: TicketLoads = field(default_factory=TicketLoads)
     paused: str = ""  # why no ticket is admitted, whatever capacity there is
-    batches: dict[frozenset[int], None] = field(default_factory=dict)  # the last that tickets wanted together
+    _batches: dict[frozenset[int], float] = field(default_factory=dict)  # that tickets wanted together last, and when
     _answered: list[tuple[TicketKey, Ticket, bool]] = field(default_factory=list)  # in this pass
 
     # -- clients
@@ -260,19 +260,17 @@ class AdmissionQueue:
     def _answerable(self, wanted: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
         """Return those of these names whose tickets can be answered: there is a place for them, or an error. With all
         places taken an error waits until there is one, or the ticket is first."""
-        single, found = list[tuple[str, ...]](), set[tuple[str, ...]]()
-        handles = list[int]()
+        single, found = dict[tuple[str, ...], int](), set[tuple[str, ...]]()
         for names in wanted:
             if len(names) > 1:
                 if self._may_answer(names):
                     found.add(names)
                 continue
             try:
-                handles += self.resolve(names)
-                single.append(names)
+                (single[names],) = self.resolve(names)
             except LoraServerError:
                 found.add(names)
-        told = self.capacity.answerable(handles)
+        told = self.capacity.answerable(list(single.values()))
         return found | {names for names, may in zip(single, told, strict=True) if may}
 
     def _may_answer(self, names: tuple[str, ...]) -> bool:
@@ -328,7 +326,7 @@ class AdmissionQueue:
         if key[1] and self.loads.is_awaited(ticket):  # a ticket of number 0 is answered now
             self.tickets.loading[key] = ticket
         if len(handles) > 1:
-            self._note_batch(frozenset(handles))
+            self._note_batch(frozenset(handles), now)
         hits = sum(map(self.loads.is_resident, handles))
         self.counters.hits += hits
         self.counters.misses += len(handles) - hits
@@ -336,11 +334,16 @@ class AdmissionQueue:
         self.counters.admit(key[0], ticket, now)
         self.update(ticket.trace)
 
-    def _note_batch(self, handles: frozenset[int]) -> None:
-        self.batches.pop(handles, None)
-        self.batches[handles] = None
-        if len(self.batches) > MOST_BATCHES:
-            del self.batches[next(iter(self.batches))]
+    def _note_batch(self, handles: frozenset[int], now: float) -> None:
+        self._batches.pop(handles, None)
+        self._batches[handles] = now
+        if len(self._batches) > MOST_BATCHES:
+            del self._batches[next(iter(self._batches))]
+
+    def last_batches(self) -> list[frozenset[int]]:
+        """Return the handles that tickets wanted together within BATCH_SECONDS, MOST_BATCHES at most."""
+        since = self.clock() - BATCH_SECONDS
+        return [handles for handles, at in self._batches.items() if at >= since]
 
     def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> bool:
         """Note which adapters became active or inactive, and return whether any went out of use. `trace` is that of the

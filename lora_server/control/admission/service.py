@@ -197,15 +197,15 @@ class AdmissionService:
             return set(self.queue.capacity.active)
 
     def batches(self) -> list[frozenset[int]]:
-        """Return the last adapters that requests wanted together."""
+        """Return what requests of the last hour wanted together."""
         with self._changed:
-            return list(self.queue.batches)
+            return self.queue.last_batches()
 
     def require_fit(self, sizes: PoolSizes, handles: Set[int], layout: str) -> None:
         """Raise ConfigError where these, and the pinned adapters, cannot have places together in the pools of
         `sizes`."""
         with self._changed:
-            capacity = PoolCapacity(self.queue.capacity.most, sizes)
+            capacity = PoolCapacity(sizes=sizes)
             capacity.pinned = self.queue.capacity.pinned
             if reason := capacity.too_large(handles):
                 names = sorted(filter(None, (name_of(self._catalog, handle) for handle in handles)))
@@ -215,17 +215,19 @@ class AdmissionService:
                     "as it did: choose more shards, unpin adapters, or start it with a larger --device-pool"
                 )
 
-    def swap(self, other: ShardSync) -> bool:
-        """Admit by the pools of the other placement's shards from now on, and serve from these. Returns False, and
-        changes nothing, where what is in use by now does not fit there, or is not measured there."""
+    def swap(self, other: ShardSync) -> str:
+        """Admit by the pools of the other placement's shards from now on, and serve from these. Where what is in use by
+        now is not measured there, or does not fit, return why, and change nothing."""
         with self._changed:
-            capacity, active = PoolCapacity(self.queue.capacity.most, other.sizes), self.active()
-            if other.sizes.unmeasured(active) is not None or capacity.too_large(active):
-                return False
+            active = self.active()
+            if (shard := other.sizes.unmeasured(active)) is not None:
+                return f"its shard {shard} has not measured an adapter that came into use"
+            if reason := PoolCapacity(sizes=other.sizes).too_large(active):
+                return reason
             self._sync.swap(other)
             self.queue.capacity.move_to(self._sync.sizes)
             self.admit()
-        return True
+        return ""
 
     def is_behind(self, shard: int) -> bool:
         """Return whether a shard still loads what is in use, and a twin of it has it."""

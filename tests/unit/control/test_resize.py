@@ -246,7 +246,8 @@ def test_no_layout_serves_before_it_has_measured_what_is_in_use(measuring):
     controller, new = measuring
     pin(controller, 1)
     measure(new, 1, 1)
-    assert not controller.adapters.admission.swap(new.sync)
+    reason = controller.adapters.admission.swap(new.sync)
+    assert reason == "its shard 1 has not measured an adapter that came into use"
     assert controller.shards.layout.num_shards == 1
 
 
@@ -259,7 +260,7 @@ def test_what_is_in_use_and_does_not_fit_is_waited_for_but_not_what_a_request_wa
         assert queue.acquire(1, number, names) == [number]
     new.require_fit()
     assert "no place for a1, a2: 12 bytes are needed together" in str(new.crowded())
-    assert not controller.adapters.admission.swap(new.sync)
+    assert controller.adapters.admission.swap(new.sync).startswith("12 bytes are needed together on shard 0")
     queue.release(1, [2])
     assert new.crowded() is None
     assert queue.acquire(1, 3, ["a1", "a2"]) == [1, 2]
@@ -269,8 +270,53 @@ def test_what_is_in_use_and_does_not_fit_is_waited_for_but_not_what_a_request_wa
         new.require_fit()
     measure(new, 2, 1, 1)
     new.require_fit()
-    assert controller.adapters.admission.swap(new.sync)
+    assert controller.adapters.admission.swap(new.sync) == ""
     assert controller.shards.layout.num_shards == 2
+
+
+def test_a_resize_waits_until_what_is_in_use_fits_and_is_refused_once_its_seconds_have_passed(tmp_path):
+    new = []
+
+    def start():
+        generation = max(controller.nodes.layouts)
+        if generation in {1, *(shard.generation for shard in new)}:
+            return
+        agreement, sizes = controller.arrivals.other, controller.adapters.sync.other.sizes
+        for shard in range(agreement.layout.num_shards):
+            told = ToldShard(
+                controller, shard=shard, generation=generation, agreement_digest=agreement.digest(), pool_bytes=10
+            )
+            told.generation = generation
+            new.append(told)
+            for handle in (1, 2):
+                sizes.set_size(handle, shard, 6)
+
+    with contextlib.closing(Database(f"sqlite:///{tmp_path / FILE}")) as database:
+        layouts = Layouts(database, "10.0.0.1:7400", "ep1-pp1")
+        soon = Timings(shard_poll=0.001, resize_warm=0.0)
+        controller = make_controller(resize=ResizeSupport(layouts, ""), timings=soon)
+        queue = controller.adapters.admission.queue
+        for handle in (1, 2):
+            controller.adapters.catalog.publish(Record.decode(kept(f"a{handle}", handle).record))
+        controller.nodes.connect(0, start)
+        controller.start.registered.set()
+        old = ToldShard(controller)
+        controller.adapters.sync.spread.add([1, 2])
+        assert [queue.acquire(1, number, [f"a{number}"]) for number in (1, 2)] == [[1], [2]]
+        with ThreadPoolExecutor(1) as thread:
+            resized = resizing(controller, thread)
+            until(lambda: controller.resize.status().state == "crowded", "the new shards are up, and it does not fit")
+            assert layouts.current() == PlacedLayout("ep1-pp1", 1)
+            controller.adapters.admission.release(1, [2])
+            assert resized.result(HANG_SECONDS).generation == 2
+        assert layouts.current() == PlacedLayout("ep2-pp1", 2)
+        controller.adapters.sync.sizes.forget(1)
+        queue.restore(1, [2])
+        with pytest.raises(ConfigError, match=r"ep1-pp2, in which there is no place for a1, a2: 12 bytes are needed"):
+            controller.resize.run("ep1-pp2", 1)
+        assert layouts.current() == PlacedLayout("ep2-pp1", 2) and controller.agreement.generation == 2
+        for shard in (old, *new):
+            shard.close()
 
 
 def test_an_old_shard_that_restarts_while_clients_move_serves_those_that_have_not():
