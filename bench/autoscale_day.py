@@ -1,7 +1,7 @@
 """A day, shortened, of a live server that `provision watch --act` resizes: `python -m bench.autoscale_day --day 1440`.
 
 The server's shards have memory for eight adapters of a small model. Requests hold its adapters as vLLM's connector does
-(bench/admission_client.py); their rate goes up and down by 60 % in the day, and wanders. The watch looks every five
+(bench/admission_client.py); their rate goes up and down by 60 % in the day, and wanders. The watch looks every ten
 minutes of the day. An oracle knows the traffic, and has the smallest feasible layout of every ten minutes:
 
     GPU hours   of the server, as a share of the oracle's; both in units of the day's
@@ -44,7 +44,8 @@ from provisioning.watch.measured import Measured
 from provisioning.workload.requests import Requests
 from provisioning.workload.workload import zipf
 
-WINDOWS, LOOKS = 144, 288  # of ten minutes, and of five, in a day
+WINDOWS = 144  # of ten minutes, in a day
+CALM_WINDOWS = 2.5  # before the server shrinks
 SWING, WANDER, SKEW = 0.6, 0.02, 1.2
 SIZES = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}
 LORA_RANK, SLOTS = 56, 8  # an adapter has 12 pages of 2 MiB; a shard of all of them has memory for so many adapters
@@ -84,13 +85,13 @@ class Capacity(NamedTuple):
 def calls_of_a_day(given: argparse.Namespace) -> Requests:
     """Draw Poisson arrivals; on average `load` requests are in flight, each for `hold` seconds."""
     rng = np.random.default_rng(given.seed)
-    wander = np.zeros(LOOKS)
-    for index in range(1, LOOKS):
+    wander = np.zeros(WINDOWS)
+    for index in range(1, WINDOWS):
         wander[index] = 0.95 * wander[index - 1] + rng.normal(0.0, WANDER)
-    parts = np.arange(LOOKS) / LOOKS
+    parts = np.arange(WINDOWS) / WINDOWS
     rate = given.load / given.hold * (1 + SWING * np.sin(2 * math.pi * parts - 1.0)) * np.exp(wander)
-    counts = rng.poisson(rate * given.day / LOOKS)
-    arrival_s = np.sort(np.repeat(parts * given.day, counts) + rng.uniform(0, given.day / LOOKS, counts.sum()))
+    counts = rng.poisson(rate * given.day / WINDOWS)
+    arrival_s = np.sort(np.repeat(parts * given.day, counts) + rng.uniform(0, given.day / WINDOWS, counts.sum()))
     ticks = rng.exponential(given.hold, len(arrival_s)) / cells.TICK_SECONDS
     return Requests(
         arrival_s=arrival_s,
@@ -147,7 +148,7 @@ def watching(server: RunningServer, plan: Path, day: float) -> Iterator[list[dic
     """Run `provision watch --act` beside a server; yields what it says, as it says it."""
     command = [
         sys.executable, "-m", "provisioning", "watch", f"--server={server.http}", f"--plan={plan}", "--act",
-        f"--serve={free_ports()}", f"--seconds={day / LOOKS}", f"--calm={day / WINDOWS}", f"--max-gpus={MOST_GPUS}",
+        f"--serve={free_ports()}", f"--seconds={day / WINDOWS}", f"--calm={CALM_WINDOWS * day / WINDOWS}", f"--max-gpus={MOST_GPUS}",
         f"--listen={server.address}",
     ]  # fmt: skip
     said = list[dict[str, Any]]()
@@ -272,7 +273,7 @@ def lines(found: dict[str, Any], given: argparse.Namespace) -> Sequence[str]:
 
 
 def main() -> None:
-    given = harness.flags(__doc__, day=1440.0, load=40.0, hold=0.5, adapters=48, ttft_ms=250.0, seed=0, plot=Path)
+    given = harness.flags(__doc__, day=1440.0, load=40.0, hold=1.0, adapters=48, ttft_ms=250.0, seed=0, plot=Path)
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(given, Path(scratch))
     if given.plot is not None:
