@@ -148,8 +148,8 @@ def watching(server: RunningServer, plan: Path, day: float) -> Iterator[list[dic
     """Run `provision watch --act` beside a server; yields what it says, as it says it."""
     command = [
         sys.executable, "-m", "provisioning", "watch", f"--server={server.http}", f"--plan={plan}", "--act",
-        f"--serve={free_ports()}", f"--seconds={day / WINDOWS}", f"--calm={CALM_WINDOWS * day / WINDOWS}", f"--max-gpus={MOST_GPUS}",
-        f"--listen={server.address}",
+        f"--serve={free_ports()}", f"--seconds={day / WINDOWS}", f"--calm={CALM_WINDOWS * day / WINDOWS}",
+        f"--max-gpus={MOST_GPUS}", f"--listen={server.address}",
     ]  # fmt: skip
     said = list[dict[str, Any]]()
     process = children.start(command, stdout=subprocess.PIPE, text=True)

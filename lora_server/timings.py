@@ -21,7 +21,7 @@ class Timings:
     shard_poll: float = 0.05  # between two polls for shards that are restarted, or started for a resize
     token_look: float = 0.5  # between two looks for changed tokens and tenants
     audit: float = 2.0  # a change waits so long for its audit entry to be written; then a later flush writes it
-    resize_warm: float = 10.0  # a resize waits so long for idle adapters on new shards, then for those that are held
+    resize_warm: float = 10.0  # new shards of a resize load idle adapters for so long; clients wait as long to move
     # the controller and its shards
     shard_silence: float = 10.0  # a shard that did not report for so long counts as down
     twin_silence: float = 2.0  # likewise, where its twin is up

@@ -85,8 +85,8 @@ class Resize:
 
     def move_for(self, proof: Proof, generation: int) -> pb.Move | None:
         """Return the move of a client with steps by the placement of `generation`, to the shards that have what it
-        holds; None while it stays, since neither a shard nor a twin of it has. It stays for `resize_warm` seconds at
-        most: a step that waits for a load is better than a client that comes too late."""
+        holds; None while it stays, since some shard and its twins lack an adapter of these. It stays for `resize_warm`
+        seconds at most: a step that waits for a load is better than a client that comes too late."""
         shards, adapters, leases = self._parts.shards, self._parts.adapters, self._parts.clients.leases
         if not 0 < generation < shards.generation:
             return None
@@ -105,7 +105,8 @@ class Resize:
             return pb.Move(generation=shards.generation, layout=str(layout), endpoints=endpoints)
 
     def _lacking(self, held: Collection[int]) -> set[int]:
-        """Return the shards that still load one of these adapters, which the old shards or all their twins have."""
+        """Return the new shards that still load one of these adapters, where waiting helps: the old shards have all of
+        it and no load of it failed here, or each of them has a twin with all of it."""
         sync, lacking = self._parts.adapters.sync, set[int]()
         for handle in held:
             lacks = sync.residency.lacking(handle)

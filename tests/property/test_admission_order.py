@@ -15,6 +15,7 @@ from lora_server.control.admission.order import AdmissionOrder
 from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
 from lora_server.control.admission.ranking import OVERTAKES
 from lora_server.control.admission.tickets import NO_CLASS, Ticket, TicketClass
+from lora_server.errors import UnknownAdapterError
 from tests.support.clocks import VirtualClock
 
 GOLD, SILVER = TicketClass("gold", 0.5), TicketClass("silver", 2.0)
@@ -122,6 +123,12 @@ def test_no_ticket_starves_behind_an_endless_stream_of_a_strict_class(before, sl
     assert (1, before) not in order and number - 99 <= (OVERTAKES + 1) * (before + 1)
 
 
+def resolved(names):
+    if "unknown" in names:
+        raise UnknownAdapterError("unknown")
+    return [int(name) for name in names]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.lists(st.lists(st.integers(-1, 6), min_size=2, max_size=2), min_size=1, max_size=8))
 def test_what_can_be_answered_is_told_of_all_as_it_is_told_of_each(data, sizes):
@@ -138,14 +145,10 @@ def test_what_can_be_answered_is_told_of_all_as_it_is_told_of_each(data, sizes):
     in_use = data.draw(some)
     capacity.set_in_use(in_use, in_use)
 
-    def alone(handle):
-        if capacity.is_taken:
-            return handle in capacity.in_use
-        one = {handle}
-        return bool(capacity.too_large(one)) or (capacity.sizes.unmeasured(one) is None and not capacity.lacking(one))
-
-    assert capacity.answerable([*handles, 99]) == [alone(handle) for handle in (*handles, 99)]
-    assert capacity.answerable([]) == []
+    queue = AdmissionQueue(resolved, capacity)
+    every = {*((str(handle),) for handle in handles), ("99",), ("unknown",), ("1", "99"), ("1", "unknown")}
+    assert queue._answerable(every) == set(filter(queue._may_answer, every))
+    assert queue._answerable([]) == set()
 
 
 def test_tickets_that_take_no_place_overtake_none():

@@ -16,7 +16,7 @@ class TwinConnections:
 
     def __init__(self, leases: Leases, shards: ShardTable) -> None:
         self._leases, self._shards = leases, shards
-        self._parted: dict[int, set[tuple[int, int]]] = {}  # generations and shards, by client
+        self._parted: dict[int, tuple[int, set[int]]] = {}  # a generation, and shards of it, by client
         self._lock = threading.Lock()
 
     def part(self, handle: ShardHandle, client: int) -> bool:
@@ -26,17 +26,17 @@ class TwinConnections:
             return False
         generation = handle.generation
         with self._lock:
-            parted = {one for one in self._parted.get(client, ()) if one[0] == generation} | {
-                (generation, handle.shard)
-            }
-            self._parted[client] = parted
-            return parted.issuperset((generation, twin) for twin in up)
+            of, parted = self._parted.get(client, (generation, set()))
+            parted = (parted if of == generation else set()) | {handle.shard}
+            self._parted[client] = generation, parted
+            return parted.issuperset(up)
 
     def offer(self, client: int, lacking: Collection[int], generation: int) -> list[ShardHandle]:
         """Return those that are up, of the shards of a generation that a client says it has no connection to."""
         with self._lock:
-            if (parted := self._parted.get(client)) is not None:
-                parted -= {(of, shard) for of, shard in parted if of == generation and shard not in lacking}
+            of, parted = self._parted.get(client, (generation, set()))
+            if of == generation:
+                parted.intersection_update(lacking)
         live = self._shards.live()
         return [live[shard] for shard in lacking if shard in live and live[shard].generation == generation]
 
