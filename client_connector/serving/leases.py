@@ -33,7 +33,7 @@ class AdapterLeases:
         """Join the server; raises what SchedulerSession raises. `record`: what is merged into the engine's weights."""
         self._session, self._record = SchedulerSession(settings, record), record
         self._driver = RequestDriver(self._session, settings, tokenize)
-        self.pace = PassPace()
+        self.pace = PassPace(settings.timings.weights)
         self._requests: dict[str, AdapterRequest] = {}
         self._lock = threading.Lock()  # _requests
         self._known: tuple[RemoteSession | None, frozenset[int]] = None, frozenset()  # handles that workers know

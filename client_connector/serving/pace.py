@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from lora_server.timings import Timings
+
 FADE = 0.98  # weight of a pass beside the next one
 MARGIN = 0.5  # share of a pass that an adapter may still load when the pass begins: forecasts err
 
@@ -11,8 +13,10 @@ MARGIN = 0.5  # share of a pass that an adapter may still load when the pass beg
 class PassPace:
     """Fits seconds = a + b * tokens to the engine's passes, by least squares with fading weights. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._ended = 0.0
+    def __init__(self, most_seconds: float = Timings.weights) -> None:
+        """`most_seconds`: shards let steps wait so long for weights, so that a pass that is shorter than expected, as
+        after slow first ones, finds them all the same."""
+        self._most_seconds, self._ended = most_seconds, 0.0
         self._sums = [0.0] * 5  # weights, tokens, seconds, tokens squared, tokens times seconds
         self._most_tokens = 0
         self._lock = threading.Lock()
@@ -36,4 +40,5 @@ class PassPace:
                 return 0.0
             spread = weight * xx - x * x
             slope = max(0.0, (weight * xy - x * y) / spread) if spread > 1e-6 * weight * xx else 0.0
-            return MARGIN * max(0.0, (y + slope * (weight * min(tokens, self._most_tokens) - x)) / weight)
+            expected = max(0.0, (y + slope * (weight * min(tokens, self._most_tokens) - x)) / weight)
+            return min(MARGIN * expected, self._most_seconds)

@@ -22,6 +22,7 @@ from tests.support.serving import HANG_SECONDS, until
 PLACED, OTHERS = ("a", "b", "c", "d"), ("y", "z")  # adapters with a place, and those for which there is none
 PROMPT = (1, 2)  # with the adapters' invocation
 SECONDS = st.sampled_from([0, 1, 2, 3])
+PATIENT = Timings(weights=10.0)  # no pass here is longer
 CALM = Timings(first_in_queue=1e6)  # no adapter is drained for one that waits, however slow the machine
 
 
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(self, server: PlacedServer, pass_seconds: float) -> None:
         self.server = server
-        self.leases = AdapterLeases(Settings(server.address), lambda text: ())
+        self.leases = AdapterLeases(Settings(server.address, timings=PATIENT), lambda text: ())
         self.leases.pace.passed(1, began=0.0, ended=pass_seconds)
         self.waiting: list[str] = []
         self.taken: list[str] = []

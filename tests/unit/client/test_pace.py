@@ -8,6 +8,7 @@ from client_connector.serving.pace import MARGIN, PassPace
 from client_connector.serving.request_state import Phase
 from client_connector.serving.waits import RequestWaits
 from lora_server.errors import ProtocolError
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.waits import WaitHistograms
 
@@ -45,6 +46,10 @@ def test_a_pass_that_was_scheduled_early_counts_from_the_end_of_the_one_before()
 
 def test_a_faster_engine_is_noticed():
     assert paced([(8, 1.0)] * 100 + [(8, 0.02)] * 400).of(8) < MARGIN * 0.03
+
+
+def test_slow_first_passes_schedule_no_request_whose_weights_steps_would_wait_for_in_vain():
+    assert paced([(64, 5.0), *[(2, 0.01)] * 100]).of(64) == Timings.weights
 
 
 def test_the_waits_of_a_request_are_told_apart_and_add_up():
