@@ -5,9 +5,9 @@ The server's shards have memory for eight adapters of a small model. Requests ho
 minutes of the day. An oracle knows the traffic, and has the smallest feasible layout of every ten minutes:
 
     GPU hours   of the server, as a share of the oracle's; both in units of the day's
-    at once     share of the requests that were admitted at once: by the live server, and by `provision`'s simulation
-                with the layouts that the live server had, and with those of the oracle
-    in time     share of the requests that had their adapter, loaded, within --ttft-ms
+    in time     share of the requests that had their adapter, loaded, within --ttft-ms, and at once
+    admitted    share of the requests that `provision`'s simulation, in which a load takes no time, admits at once: with
+                the layouts that the live server had, and with those of the oracle
 """
 
 from __future__ import annotations
@@ -229,9 +229,10 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "resizes": len(resizes), "resizes that failed": [one["failure"] for one in resizes if "failure" in one],
         "looks that failed": [one["failure"] for one in said if one["event"] == "look" and "failure" in one],
         "gpus": live.mean_gpus(day), "oracle gpus": best.mean_gpus(day),
-        "cost": live.mean_gpus(day) / best.mean_gpus(day), "at once": float(np.mean([one.immediate for one in seen])),
-        "at once, simulated": live.at_once(requests), "at once, oracle": best.at_once(requests),
+        "cost": live.mean_gpus(day) / best.mean_gpus(day),
         "in time": float(np.mean(waits_s <= given.ttft_ms / 1e3)),
+        "at once": float(np.mean([one.immediate for one in seen])),
+        "admitted, simulated": live.at_once(requests), "admitted, oracle": best.at_once(requests),
         "late p95 ms": float(np.percentile(late_s, 95)) * 1e3,
         "live": live.by_window(day), "oracle": best.by_window(day),
         "load": (np.bincount((requests.arrival_s / day * WINDOWS).astype(int), requests.output_tokens)
@@ -266,9 +267,9 @@ def lines(found: dict[str, Any], given: argparse.Namespace) -> Sequence[str]:
         f"resizes: {found['resizes']}, failed: {found['resizes that failed'] or 0}; "
         f"looks that failed: {found['looks that failed'] or 0}",
         f"GPU hours: {24 * found['gpus']:.1f}, the oracle's {24 * found['oracle gpus']:.1f}: {found['cost']:.3f} times",
-        f"admitted at once: {found['at once']:.2%}; simulated with the same layouts {found['at once, simulated']:.2%}, "
-        f"with the oracle's {found['at once, oracle']:.2%}",
-        f"adapter loaded within {given.ttft_ms:g} ms: {found['in time']:.2%}",
+        f"adapter loaded within {given.ttft_ms:g} ms: {found['in time']:.2%}, at once: {found['at once']:.2%}",
+        f"admitted at once, simulated with the same layouts {found['admitted, simulated']:.2%}, with the oracle's "
+        f"{found['admitted, oracle']:.2%}",
     ]
 
 

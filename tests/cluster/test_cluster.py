@@ -25,7 +25,9 @@ CUTS = (1, 5, 35) if "LORA_FAULTS" in os.environ else (1, 8)  # seconds
 @pytest.fixture(scope="module")
 def running(load, tmp_path_factory):
     with switch() as wires, Cluster(tmp_path_factory.mktemp("cluster"), load, wires) as it:
+        started = time.monotonic()
         it.wait_ready(READY_SECONDS)
+        print(f"ready {time.monotonic() - started:.1f} s after the last node was started")
         with it.fleet(tmp_path_factory.mktemp("engines")):
             it.heals()
             yield it
@@ -42,7 +44,9 @@ def cluster(running):
 
 def test_tokens_equal_pefts_over_tls_on_four_hosts(cluster, load):
     assert [node for node, _ in cluster.shards()] == [0, 1, 2, 3]
+    began = time.monotonic()
     with attach(load.model, cluster.address, transport="tcp", timeout_seconds=HANG_SECONDS) as lora:
+        print(f"an engine joined in {time.monotonic() - began:.2f} s")
         assert lora.client.described()["transport"] == "tls"
         with lora.adapters(load.names):
             load.check(generate(load.model, load.batch, NEW_TOKENS))

@@ -14,6 +14,7 @@ from lora_server.demo import children
 from tests.support.sources import ROOT
 
 BENCHES = {
+    "autoscale_day": ["--day", "20", "--load", "6", "--json"],
     "classes": ["--crowd", "10", "--seconds", "1", "--rounds", "1", "--json"],
     "control_rate": ["--adapters", "3", "--engines", "2", "--seconds", "0.2", "--rounds", "1", "--json"],
     "control_scale": ["--shards", "8", "--engines", "2", "--adapters", "3", "--seconds", "0.5", "--json"],

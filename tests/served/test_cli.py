@@ -227,6 +227,7 @@ def test_demo_as_json(tmp_path):
     assert all(one["server"] == one["peft"] and len(one["server"].split()) == 24 for one in document["answers"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_the_demo_answers_in_words_and_stays_in_a_terminal():
     """Base model and adapters differ so that a person sees it; the commands that it prints work as they stand."""
