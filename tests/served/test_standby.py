@@ -439,7 +439,8 @@ def test_a_leader_takes_its_lock_again_when_the_database_ended_its_session(both)
     keeping.start()
     try:
         until(lambda: first.has_lock, "it has the lock again")
-        assert not second.attempt() and second.leader == (first.epoch, "a")
+        # on a busy machine a session may end again before the other one looks
+        until(lambda: not second.attempt() and second.leader == (first.epoch, "a"), "the other sees that it leads")
     finally:
         stopping.set()
         keeping.join(HANG_SECONDS)
