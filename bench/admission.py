@@ -56,12 +56,15 @@ MOST_LATE = 0.1  # of the mean hold
 LOOK_SECONDS, PIPE_COLUMNS = 30.0, 140
 
 
-def make(work: Path, adapters: int) -> None:
-    """Make a tiny model and `adapters` adapters, all of them links to one."""
-    harness.make(work, "mixtral", {"content": {"lora_rank": 2, "targets": "attention"}}, num_hidden_layers=1)
+def make(work: Path, adapters: int, lora_rank: int = 2, targets: str = "attention", **sizes: Any) -> Path:
+    """Make a tiny model, of one layer unless `sizes` say otherwise, and `adapters` adapters, all of them links to one;
+    return that one."""
+    adapter = {"lora_rank": lora_rank, "targets": targets}
+    harness.make(work, "mixtral", {"content": adapter}, **{"num_hidden_layers": 1, **sizes})
     content = (work / "adapters" / "content").rename(work / "content")
     for index in range(adapters):
         (work / "adapters" / name_of(index)).symlink_to(content)
+    return content
 
 
 def name_of(adapter: int) -> str:

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench import admission, harness
 from bench import admission_cells as cells
-from bench import harness
-from bench.admission import asking, name_of, outcomes
 from bench.admission_client import Call, Job
 from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, free_ports
@@ -112,11 +111,7 @@ def question(work: Path, adapters: int) -> dict[str, Any]:
 
 def make(work: Path, adapters: int) -> int:
     """Write the model, its adapters, which are links to one, and plan.yaml; return the bytes of an adapter."""
-    adapter = {"lora_rank": LORA_RANK, "targets": "experts"}
-    harness.make(work, "mixtral", {"content": adapter}, dtype=torch.bfloat16, **SIZES)
-    content = (work / "adapters" / "content").rename(work / "content")
-    for index in range(adapters):
-        (work / "adapters" / name_of(index)).symlink_to(content)
+    content = admission.make(work, adapters, LORA_RANK, "experts", dtype=torch.bfloat16, **SIZES)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in question(work, adapters).items()]
     command = [sys.executable, "-m", "provisioning", *flags, "--no-simulate", "--out", str(work / "plan.yaml")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -132,7 +127,7 @@ def oracle(requests: Requests, day: float, plan: Candidate) -> tuple[Capacity, l
         mine = window == index
         num = np.bincount(requests.adapter[mine], minlength=requests.num_adapters)
         held_s = np.bincount(requests.adapter[mine], requests.output_tokens[mine] * cells.TICK_SECONDS)
-        holds = {name_of(one): (float(num[one]), float(held_s[one])) for one in np.flatnonzero(num)}
+        holds = {admission.name_of(one): (float(num[one]), float(held_s[one])) for one in np.flatnonzero(num)}
         total = float(num.sum())
         sums = {"admitted": total, "at_once": total, "waited_seconds": 0.0, "registered": requests.num_adapters}
         gpus = scaler.needed(Measured(seconds=day / WINDOWS, holds=holds, **sums))
@@ -209,16 +204,16 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     requests = calls_of_a_day(given)
     best, layouts = oracle(requests, day, plan)
     rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
-    every = [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
+    every = [Call(i, at, admission.name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
     pool = f"--device-pool={SLOTS * size}"
     with (
         harness.serving(work, "--layout", str(layouts[0]), pool) as server,
         watching(server, work / "plan.yaml", day) as said,
         LayoutLooks(server.address) as looks,
-        asking([Job(server.address, every)], work) as running,
+        admission.asking([Job(server.address, every)], work) as running,
     ):
         ended = time.monotonic()  # when the last was asked for
-        seen = sorted(outcomes(running), key=lambda one: one.index)
+        seen = sorted(admission.outcomes(running), key=lambda one: one.index)
     live = looks.capacity(plan, ended - (seen[-1].asked - day), day)
     waits_s = np.array([math.inf if one.admitted is None else one.admitted - one.asked for one in seen])
     late_s = np.array([one.asked for one in seen]) - requests.arrival_s
