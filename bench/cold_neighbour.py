@@ -4,17 +4,18 @@
 
 A server with --host-link-gbps, so slow that one layer takes 40 ms, and a model of 16 layers. An engine without a model
 (bench/tick_engine.py) makes passes of 64 steps for eight requests of two loaded adapters, while a request of another
-adapter comes. Two engines take turns:
+adapter comes. The engine has a core, and the shard another one. Two engines take turns:
 
     admitted   schedules a request once its adapter has a place; steps wait for weights (before: all engines)
     loaded     schedules it once its adapter is loaded, or will be within the pass (now: serving engines)
 
 "disk": the adapter is on disk. "remote": its files are at a URL that answers after --fetch-seconds, and steps time
-out after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token, and "alone" as many
-passes without a cold request; "first" is the cold request's time to its first token. Its first pass has its prompt's
-rows and a third adapter, so it takes longer even if the adapter is loaded: "joined" is that pass, "again" that of the
-same request once its adapter is loaded, and "x joined" is the passes' p99 over that of "alone" and "again" together. A
-void pass of a warm request was computed for nothing.
+out after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token; "first" is the cold
+request's time to its first token. Two references, each of as long a time: "alone", in which nothing arrives, and
+"warm", in which the same request arrives once its adapter is loaded: its call, its prompt's rows and a third adapter
+cost a pass time even then. So "x alone" is what an arrival and its load cost, and "x warm" what only the load costs;
+"joined" and "again" are the first passes of the cold and of the warm request. A void pass of a warm request was for
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 
 LAYERS, LAYER_SECONDS, ADAPTERS, WARM, ROOM, WARM_REQUESTS = 16, 0.04, 8, 2, 4, 8
-PROMPT, PASSES = 8, 4  # of the cold request
+LOAD_SECONDS = LAYERS * LAYER_SECONDS
+PROMPT = 8  # rows of the cold request, which has one pass
 LONG_SECONDS, SHORT_SECONDS = 10.0, 2.0  # that a step may take: vLLM's default, and one that a fetch exceeds
 WAIT_SECONDS = 60.0
 REMOTE, WAYS = "remote", ("admitted", "loaded")
@@ -105,26 +107,34 @@ class Engines:
 
 
 def beside(engine: TickEngine, name: str, number: int) -> dict[str, Any]:
-    """Passes while a cold request comes, and the request."""
+    """Passes from the arrival of a request of adapter `name` until its first token, and for LOAD_SECONDS at least."""
     first_pass = len(engine.passes)
-    cold = engine.add(f"cold-{number}", Generation(name, PROMPT, PASSES))
-    if not cold.ended.wait(WAIT_SECONDS):
+    request = engine.add(f"cold-{number}", Generation(name, PROMPT, passes=1))
+    if not request.ended.wait(WAIT_SECONDS):
         raise TimeoutError(f"{name}: no answer within {WAIT_SECONDS:g} s")
-    passes = [one for one in engine.passes[first_pass:] if not cold.first or one.began < cold.first]
-    void = sum(request.startswith("warm") for one in passes for request in one.failures)
+    time.sleep(max(0.0, request.began + LOAD_SECONDS - time.monotonic()))
+    until = max(request.first, request.began + LOAD_SECONDS)
+    passes = [one for one in engine.passes[first_pass:] if one.began < until]
     return {
         "seconds": [one.seconds for one in passes],
-        "first": cold.first - cold.began if cold.first else float("nan"),
-        "void": void,
-        "failed": cold.failure.code if cold.failure else "",
+        "joined": next((one.seconds for one in passes if f"cold-{number}" in one.requests), float("nan")),
+        "first": request.first - request.began if request.first else float("nan"),
+        "void": sum(request.startswith("warm") for one in passes for request in one.failures),
+        "failed": request.failure.code if request.failure else "",
     }
 
 
-def alone(engine: TickEngine, seconds: float) -> list[float]:
-    """Passes of so many seconds without a cold request."""
+def alone(engine: TickEngine) -> list[float]:
+    """Return the seconds of passes in LOAD_SECONDS without a cold request."""
     first_pass = len(engine.passes)
-    time.sleep(seconds)
+    time.sleep(LOAD_SECONDS)
     return [one.seconds for one in engine.passes[first_pass:]]
+
+
+def beside_one(engine: TickEngine, name: str, numbers: Iterator[int]) -> dict[str, Any]:
+    """Measure passes in which nothing arrives, then a request whose adapter is cold, then one whose adapter is warm."""
+    lone, found = alone(engine), beside(engine, name, next(numbers))
+    return found | {"alone": lone, "warm": beside(engine, name, next(numbers))}
 
 
 def add_remote(address: str, url: str) -> str:
@@ -158,50 +168,48 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
         flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0", "--allow-source", url]
         flags += ["--host-link-gbps", f"{gbps:.6f}", "--disk-cache", str(work / "cache")]
         with harness.serving(work, *flags) as server:
+            harness.a_core_each(server.address)
             turn = itertools.cycle([f"a{index}" for index in range(WARM, ADAPTERS)])
             numbers = itertools.count()
             with contextlib.closing(Engines(server.address, LONG_SECONDS)) as engines:
                 for _ in harness.progress(range(rounds), "disk"):
                     for way in WAYS:
                         with engines.going(way) as engine:
-                            lone = alone(engine, LAYERS * LAYER_SECONDS)
-                            found = beside(engine, name := next(turn), next(numbers))
-                            again = beside(engine, name, next(numbers))["seconds"][-1:]
-                        seen.setdefault(("disk", way), []).append(found | {"alone": lone, "again": again})
+                            seen.setdefault(("disk", way), []).append(beside_one(engine, next(turn), numbers))
             version = add_remote(server.address, f"{url}/a{ADAPTERS - 1}") if remote_rounds else ""
             SlowFiles.seconds = fetch_seconds
             cache = DiskCache(work / "cache", Size(share=0.5))
             for way in WAYS if remote_rounds else ():
                 for _ in harness.progress(range(remote_rounds), f"remote, {way}"):
-                    with contextlib.closing(Engines(server.address, SHORT_SECONDS)) as engines:
-                        with engines.going(way) as engine:
-                            for _ in range(ROOM):  # evict it
-                                beside(engine, next(turn), next(numbers))
-                            make_remote(server.address, cache, version)
-                            lone = alone(engine, LAYERS * LAYER_SECONDS)
-                            found = beside(engine, REMOTE, next(numbers))
-                            again = beside(engine, REMOTE, next(numbers))["seconds"][-1:]
-                        seen.setdefault((REMOTE, way), []).append(found | {"alone": lone, "again": again})
+                    closing = contextlib.closing(Engines(server.address, SHORT_SECONDS))
+                    with closing as engines, engines.going(way) as engine:
+                        for _ in range(ROOM):  # evict it
+                            beside(engine, next(turn), next(numbers))
+                        make_remote(server.address, cache, version)
+                        seen.setdefault((REMOTE, way), []).append(beside_one(engine, REMOTE, numbers))
     return [row(case, way, found) for (case, way), found in seen.items()]
 
 
 def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One line of the table."""
-    passes, lone, again = ([one for each in found for one in each[key]] for key in ("seconds", "alone", "again"))
-    first = [one["first"] for one in found]
+    passes, lone = ([one for each in found for one in each[key]] for key in ("seconds", "alone"))
+    warm = [one for each in found for one in each["warm"]["seconds"]]
     return {
         "case": case,
         "engine": way,
         "alone_p50_ms": statistics.median(lone) * 1e3,
         "alone_p99_ms": p99(lone) * 1e3,
+        "warm_p50_ms": statistics.median(warm) * 1e3,
+        "warm_p99_ms": p99(warm) * 1e3,
         "pass_p50_ms": statistics.median(passes) * 1e3,
         "pass_p99_ms": p99(passes) * 1e3,
-        "p50_ratio": statistics.median(passes) / statistics.median(lone),
-        "p99_ratio": p99(passes) / p99(lone),
-        "joined_ms": statistics.median(each["seconds"][-1] for each in found) * 1e3,
-        "again_ms": statistics.median(again) * 1e3,
-        "joined_ratio": p99(passes) / p99(lone + again),
-        "first_ms": statistics.median(first) * 1e3,
+        "p50_alone": statistics.median(passes) / statistics.median(lone),
+        "p99_alone": p99(passes) / p99(lone),
+        "p50_warm": statistics.median(passes) / statistics.median(warm),
+        "p99_warm": p99(passes) / p99(warm),
+        "joined_ms": statistics.median(each["joined"] for each in found) * 1e3,
+        "again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3,
+        "first_ms": statistics.median(each["first"] for each in found) * 1e3,
         "void": sum(one["void"] for one in found),
         "failed": ", ".join(sorted({one["failed"] for one in found if one["failed"]})) or "-",
         "passes": len(passes),
@@ -214,8 +222,9 @@ def p99(seen: Sequence[float]) -> float:
 
 COLUMNS = (
     "adapter {case} | engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | "
-    "pass p50 {pass_p50_ms:.1f} | p99 {pass_p99_ms:.1f} | x p50 {p50_ratio:.2f} | x p99 {p99_ratio:.2f} | "
-    "joined ms {joined_ms:.1f} | again {again_ms:.1f} | x joined {joined_ratio:.2f} | "
+    "warm p50 {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f} | pass p50 {pass_p50_ms:.1f} | p99 {pass_p99_ms:.1f} | "
+    "x alone p50 {p50_alone:.2f} | p99 {p99_alone:.2f} | x warm p50 {p50_warm:.2f} | p99 {p99_warm:.2f} | "
+    "joined ms {joined_ms:.1f} | again {again_ms:.1f} | "
     "first ms {first_ms:.0f} | void {void:d} | cold failed {failed} | passes {passes:d}"
 )
 

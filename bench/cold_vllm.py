@@ -2,17 +2,18 @@
 
     .venv-vllm/bin/python -m bench.cold_vllm [--json] [--rounds N]
 
-The server and the loads of bench/cold_neighbour.py: 16 layers, 40 ms a layer. vLLM decodes requests of two loaded
+The server and the loads of bench/cold_neighbour.py: 16 layers, 40 ms a layer, a core for the engine and one for the
+shard. vLLM decodes requests of two loaded
 adapters, one step after the other; each step gives each of them a token, so a step's time is their gap between tokens.
 Then a request of an adapter on disk comes. The ways take turns in one engine:
 
     admitted   it is scheduled once its adapter has a place, and steps wait for weights (before: all engines)
     loaded     it is scheduled once its adapter is loaded, or will be within the pass (now)
 
-"alone": gaps without a cold request. "gap": from its arrival to its first token. "joined": the step in which that
-token is made, "again" the same of the same request once its adapter is loaded; "x joined": the gaps' p99 over that of
-"alone" and "again" together. "first": the cold request's time to its first token. "missed": steps without a token for
-a warm request.
+"gap": of the warm requests, from the cold request's arrival to its first token. Two references, each of as long a time:
+"alone", in which nothing arrives, and "warm", in which the same request arrives once its adapter is loaded; "x warm" is
+what only the load costs. "joined": the step in which the cold request's token is made, "again" that of the warm one.
+"first": the cold request's time to its first token. "missed": steps without a token for a warm request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.cold_neighbour import ADAPTERS, LAYER_SECONDS, LAYERS, PROMPT, ROOM, WARM, make, p99
+from bench.cold_neighbour import ADAPTERS, LOAD_SECONDS, PROMPT, ROOM, WARM, make, p99
 from bench.tick_engine import AnyPace
 
 WAYS, WARM_REQUESTS, LONGEST, WARM_UP = ("admitted", "loaded"), 4, 1024, 20
@@ -107,26 +108,27 @@ class Rounds:
         while not all(self._engine.tokens.get(request, 0) >= WARM_UP for request in self._warm):
             self._engine.step()
 
-    def _until_first(self, adapter: str) -> tuple[list[float], int]:
-        """Add a request of an adapter, and step until it has a token; the gaps, and how often one had no token."""
-        cold, gaps, missed = f"cold-{next(self._numbers)}", list[float](), 0
-        self._engine.add(cold, adapter, 2)
-        while not self._engine.tokens.get(cold):
-            before = [self._engine.tokens[request] for request in self._warm]
+    def _beside(self, adapter: str) -> dict[str, Any]:
+        """Add a request of one token, and step until it has that, and for LOAD_SECONDS at least."""
+        request, gaps, missed, first, joined = f"cold-{next(self._numbers)}", list[float](), 0, 0.0, 0.0
+        began = time.perf_counter()
+        self._engine.add(request, adapter, 1)
+        while not first or time.perf_counter() < began + LOAD_SECONDS:
+            before = [self._engine.tokens[one] for one in self._warm]
             gaps.append(self._engine.step())
             missed += sum(self._engine.tokens[one] == had for one, had in zip(self._warm, before, strict=True))
-        self._engine.step()  # its last one
-        return gaps, missed
+            if not first and self._engine.tokens.get(request):
+                first, joined = time.perf_counter() - began, gaps[-1]
+        return {"gaps": gaps, "missed": missed, "first": first, "joined": joined}
 
     def run(self, way: str, adapter: str) -> dict[str, Any]:
         """Measure one round."""
         self._engine.use(way)
         self._renew()
-        until, alone = time.perf_counter() + LAYERS * LAYER_SECONDS, list[float]()
+        until, alone = time.perf_counter() + LOAD_SECONDS, list[float]()
         while time.perf_counter() < until:
             alone.append(self._engine.step())
-        gaps, missed = self._until_first(adapter)
-        return {"alone": alone, "gaps": gaps, "missed": missed, "again": self._until_first(adapter)[0][-1:]}
+        return self._beside(adapter) | {"alone": alone, "warm": self._beside(adapter)}
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -136,8 +138,9 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         work = Path(scratch)
         size = make(work, **SIZES)
         flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0"]
-        flags += ["--host-link-gbps", f"{size * 8e-9 / (LAYER_SECONDS * LAYERS):.6f}"]
+        flags += ["--host-link-gbps", f"{size * 8e-9 / LOAD_SECONDS:.6f}"]
         with harness.serving(work, *flags) as server:
+            harness.a_core_each(server.address)
             os.environ["LORA_SERVER_ADDRESS"] = server.address
             measured, turn = Rounds(Engine(work / "base")), _turn()
             for _ in harness.progress(range(rounds), "rounds"):
@@ -151,20 +154,22 @@ def _turn() -> Iterator[str]:
 
 
 def _row(way: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    alone, gaps, again = ([one for each in found for one in each[key]] for key in ("alone", "gaps", "again"))
-    first = statistics.median(sum(each["gaps"]) for each in found)
-    row = {"engine": way, "first_ms": first * 1e3, "missed": sum(each["missed"] for each in found), "gaps": len(gaps)}
-    for name, seen in (("alone", alone), ("gap", gaps)):
+    alone, gaps = ([one for each in found for one in each[key]] for key in ("alone", "gaps"))
+    warm = [one for each in found for one in each["warm"]["gaps"]]
+    row = {"engine": way, "missed": sum(each["missed"] for each in found), "gaps": len(gaps)}
+    for name, seen in (("alone", alone), ("warm", warm), ("gap", gaps)):
         row |= {f"{name}_p50_ms": statistics.median(seen) * 1e3, f"{name}_p99_ms": p99(seen) * 1e3}
-    row |= {"p50_ratio": row["gap_p50_ms"] / row["alone_p50_ms"], "p99_ratio": row["gap_p99_ms"] / row["alone_p99_ms"]}
-    row |= {"joined_ms": statistics.median(each["gaps"][-1] for each in found) * 1e3}
-    return row | {"again_ms": statistics.median(again) * 1e3, "joined_ratio": p99(gaps) / p99(alone + again)}
+    for name in ("alone", "warm"):
+        row |= {f"{at}_{name}": row[f"gap_{at}_ms"] / row[f"{name}_{at}_ms"] for at in ("p50", "p99")}
+    row |= {f"{key}_ms": statistics.median(each[key] for each in found) * 1e3 for key in ("first", "joined")}
+    return row | {"again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3}
 
 
 COLUMNS = (
-    "engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | gap p50 {gap_p50_ms:.1f} | "
-    "p99 {gap_p99_ms:.1f} | x p50 {p50_ratio:.2f} | x p99 {p99_ratio:.2f} | joined ms {joined_ms:.1f} | "
-    "again {again_ms:.1f} | x joined {joined_ratio:.2f} | first ms {first_ms:.0f} | missed {missed:d} | gaps {gaps:d}"
+    "engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | warm p50 {warm_p50_ms:.1f} | "
+    "p99 {warm_p99_ms:.1f} | gap p50 {gap_p50_ms:.1f} | p99 {gap_p99_ms:.1f} | x alone p50 {p50_alone:.2f} | "
+    "p99 {p99_alone:.2f} | x warm p50 {p50_warm:.2f} | p99 {p99_warm:.2f} | joined ms {joined_ms:.1f} | "
+    "again {again_ms:.1f} | first ms {first_ms:.0f} | missed {missed:d} | gaps {gaps:d}"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -107,6 +108,16 @@ def serving(work: Path, *more: str) -> Iterator[RunningServer]:
     given = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *more]
     with running_server(work / "log", given) as server:
         yield server
+
+
+def a_core_each(address: str) -> None:
+    """Run this process on the first core that it may use, and the server's shards on the last one; the controller and
+    all else run on any. Else the scheduler now and then puts an engine and its shard on one core, for a pass or two."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])  # of this thread, and of those that it starts
+    for shard in status(address).shards:
+        for thread in Path(f"/proc/{shard.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores[-1:])
 
 
 def status(address: str) -> pb.StatusReply:

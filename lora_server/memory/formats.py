@@ -35,11 +35,7 @@ class Format(ABC, Generic[ShapeT]):
 
     @abstractmethod
     def nbytes(self, shape: ShapeT) -> int:
-        """Return the size of what `pack` returns."""
-
-    @abstractmethod
-    def pack(self, pairs: Sequence[Pair], shape: ShapeT, device: torch.device) -> torch.Tensor:
-        """Pack a block's pairs as uint8 [B], on the device or on the host."""
+        """Return the size of a block."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +67,6 @@ class HostFormat(Format[HostShape]):
     @override
     def nbytes(self, shape: HostShape) -> int:
         return sum(map(self._aligned, shape.sizes))
-
-    @override
-    def pack(self, pairs: Sequence[Pair], shape: HostShape, device: torch.device) -> torch.Tensor:
-        packed_B = torch.zeros(self.nbytes(shape), dtype=torch.uint8)
-        block = self.unpack(packed_B, shape)
-        for pair, place in zip(pairs, block.pairs, strict=True):
-            place.a_RK.copy_(pair.a_RK)
-            place.b_OR.copy_(pair.b_OR)
-        return packed_B
 
     def unpack(self, packed_B: torch.Tensor, shape: HostShape) -> Block:
         """Return views of packed weights."""
@@ -119,7 +106,7 @@ class TileFormat(Format[BlockShape]):
     def nbytes(self, shape: BlockShape) -> int:
         return shape.num_tiles * TILE_BYTES
 
-    @override
     def pack(self, pairs: Sequence[Pair], shape: BlockShape, device: torch.device) -> torch.Tensor:
+        """Pack a block's pairs as uint8 [B], on the device or on the host."""
         block = stack([pair._replace(a_RK=pair.a_RK.to(self._dtype), b_OR=pair.b_OR.to(self._dtype)) for pair in pairs])
         return pack(block.to(device), shape, self._dtype).reshape(-1)

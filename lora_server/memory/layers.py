@@ -88,13 +88,12 @@ class LayerLoader:
                 held.close()
 
     def _read(self, entry: AdapterEntry, manifest: Manifest, layer: int, target: Extent) -> None:
-        weights, form = self._opened(entry), self.tier.format
+        weights = self._opened(entry)
         for site, blocks in manifest.blocks(layer).items():
             for expert, placed in blocks.items():
                 began = time.monotonic()
                 pairs = [Pair(a, b, part.scale, part.out_begin) for part, a, b in weights.read(site, expert)]
-                with self.tier.on_stream():
-                    target.write(placed.begin, form.pack(pairs, placed.shape, self.tier.device))
+                self.tier.write(target, placed, pairs)
                 self.yield_to_steps(max(self.patience_seconds, time.monotonic() - began))
         weights.check()
 

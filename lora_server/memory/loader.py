@@ -165,11 +165,15 @@ class Loader:
         if not entry.copies.ready:
             progress.tier = "host" if entry.is_packed() else "disk"
         layer, began, tier = entry.next_layer(), time.monotonic(), "host" if entry.is_packed() else "disk"
+        device, manifest = entry.copies.device, entry.footprint.manifest
+        assert device is not None and manifest is not None
         nbytes = self._layers.load(entry, layer)
+        found = self._layers.tier.lookup(layer, device, manifest)
         with self._lock:
             self._planner.forecast.note(tier, nbytes, time.monotonic() - began)
             if self._planner.table.knows(entry):
-                self._publish(entry, layer, nbytes)
+                self._layers.tier.publish(entry.handle, layer, device, found)
+                self._note_ready(entry, layer, nbytes)
         return True
 
     def _measure(self, entry: AdapterEntry) -> None:
@@ -183,10 +187,8 @@ class Loader:
             if device is None and not (entry.is_wanted() and self._planner.reserve(entry, time.monotonic())):
                 self._planner.tidy(entry)
 
-    def _publish(self, entry: AdapterEntry, layer: int, nbytes: int) -> None:
-        table, device, manifest = self._planner.table, entry.copies.device, entry.footprint.manifest
-        assert device is not None and manifest is not None
-        self._layers.tier.publish(entry.handle, layer, device, manifest)
+    def _note_ready(self, entry: AdapterEntry, layer: int, nbytes: int) -> None:
+        table = self._planner.table
         entry.copies.ready.add(layer)
         self.stats.loaded_bytes += nbytes
         table.note(entry)

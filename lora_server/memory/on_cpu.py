@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels_cuda.ops import NOTHING, Block, Segment
+from kernels_cuda.ops import NOTHING, Block, Pair, Segment
 from lora_server.memory.formats import HostFormat
 from lora_server.memory.manifest import Blocks, Manifest, Placed
 from lora_server.memory.pools import Extent, Pool
 from lora_server.memory.tier import Refusal, Tier
 from lora_server.placement import Placement
 from lora_server.spec import Site
+
+Unpacked: TypeAlias = dict[tuple[Site, int], Block]
 
 
 @dataclass
@@ -25,7 +29,7 @@ class _CpuWeights:
 
     extent: Extent
     layers: dict[int, Blocks] = field(default_factory=dict)
-    blocks: dict[tuple[Site, int], Block] = field(default_factory=dict)
+    blocks: Unpacked = field(default_factory=dict)
 
 
 class CpuTier(Tier):
@@ -38,12 +42,25 @@ class CpuTier(Tier):
         self._published: dict[int, _CpuWeights] = {}
 
     @override
-    def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        published = self._published.setdefault(handle, _CpuWeights(extent))
-        for site, blocks in manifest.blocks(layer).items():
+    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
+        for place, pair in zip(self._unpacked(extent, placed).pairs, pairs, strict=True):
+            place.a_RK.copy_(pair.a_RK)
+            place.b_OR.copy_(pair.b_OR)
+
+    @override
+    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> tuple[Blocks, Unpacked]:
+        blocks = manifest.blocks(layer)
+        unpacked: Unpacked = {}
+        for site, experts in blocks.items():
             if self._placement.spec.is_dense(site):
-                published.blocks |= {(site, expert): self._unpacked(published, one) for expert, one in blocks.items()}
-        published.layers[layer] = manifest.blocks(layer)
+                unpacked |= {(site, expert): self._unpacked(extent, placed) for expert, placed in experts.items()}
+        return blocks, unpacked
+
+    @override
+    def publish(self, handle: int, layer: int, extent: Extent, found: tuple[Blocks, Unpacked]) -> None:
+        published = self._published.setdefault(handle, _CpuWeights(extent))
+        published.layers[layer], unpacked = found
+        published.blocks |= unpacked
 
     @override
     def withdraw(self, handle: int) -> object:
@@ -68,11 +85,11 @@ class CpuTier(Tier):
     def _read(self, published: _CpuWeights, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
         placed = published.layers[site.layer].get(site, {}).get(expert)
         if placed is not None:
-            return self._unpacked(published, placed)
+            return self._unpacked(published.extent, placed)
         if expert not in self._placement.experts(site, self._shard):
             raise refusal(handle, expert)
         return NOTHING
 
-    def _unpacked(self, published: _CpuWeights, placed: Placed) -> Block:
-        (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)
+    def _unpacked(self, extent: Extent, placed: Placed) -> Block:
+        (packed_B,) = extent.pieces(placed.begin, placed.begin + placed.nbytes)
         return self.format.unpack(packed_B, placed.shape)

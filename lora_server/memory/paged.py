@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.layout import BlockShape
+from kernels_cuda.ops import Pair
 from kernels_cuda.sizes import TILE_BYTES
 from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import AdapterLoadError, ConfigError
@@ -150,14 +151,22 @@ class PagedTier(Tier):
         return PackedSegments(table_S4, self.rows.table.max_rank(blocks_S2[:, 0]))
 
     @override
-    def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        blocks = manifest.blocks(layer)
-        self._mirror.prepare(blocks)
+    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
+        with self.on_stream():
+            extent.write(placed.begin, self.format.pack(pairs, placed.shape, self.device))
+
+    @override
+    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> Blocks:
+        return manifest.blocks(layer)
+
+    @override
+    def publish(self, handle: int, layer: int, extent: Extent, found: Blocks) -> None:
+        self._mirror.prepare(found)
         published = self._published.get(handle)
         if published is None:
             published = self._published[handle] = self._new(handle, extent)
         sites = [Site(layer, projection) for projection in PROJECTIONS]
-        entries = {site: self._entries(site, published, blocks.get(site, {})) for site in sites}
+        entries = {site: self._entries(site, published, found.get(site, {})) for site in sites}
         self.synchronize()
         self.directory.put(published.place, entries)
         self._mirror.put(handle, layer, entries)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels_cuda.ops import Pair
 from lora_server.errors import LoraServerError
 from lora_server.memory.formats import Format
-from lora_server.memory.manifest import Manifest
+from lora_server.memory.manifest import Manifest, Placed
 from lora_server.memory.pools import Extent, Pool
 from lora_server.spec import Site
 
@@ -39,8 +40,16 @@ class Tier(ABC):
         """Refuse steps that name the handle."""
 
     @abstractmethod
-    def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        """Let steps find a layer's weights, which are in the extent. Raises AdapterLoadError where a table is full."""
+    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
+        """Write a block to its place in an extent; a copy from host to device memory may still be in flight."""
+
+    @abstractmethod
+    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> Any:
+        """Return what `publish` needs of a layer that is in the extent. Called without the store's lock."""
+
+    @abstractmethod
+    def publish(self, handle: int, layer: int, extent: Extent, found: Any) -> None:
+        """Let steps find a layer's weights, by what `lookup` found. Raises AdapterLoadError where a table is full."""
 
     @abstractmethod
     def withdraw(self, handle: int) -> object:
