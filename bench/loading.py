@@ -9,16 +9,20 @@ the other) in three kinds of windows that take turns:
     loading  another client steps with one row of each of the others in turn, so that the shard's loader never rests
     apart    a process beside the server loads them, in a store of its own: what a busy core and the memory's traffic
              cost where no Python is shared
+
+"MB per CPU second": what such a store loads per second of its process's CPU, from files that the system has in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ GEOMETRIES = {
 ADAPTERS, RESIDENT, RANK, ROWS = 24, 6, 16, 8
 SETTLE_SECONDS = 1.5  # until the shard has reported what it loaded
 SITE = Site(0, "gate_up")
+CPU_LOADS = 72
 
 
 def make(kind: str, work: Path) -> int:
@@ -64,8 +69,8 @@ def load_forever(address: str) -> None:
         print("loading", flush=True)
 
 
-def load_apart(work: Path, pool: int) -> None:
-    """The neighbour of its own: the same loads as a shard's, without the shard; a line after the first."""
+def loads(work: Path, pool: int) -> Generator[int, None, None]:
+    """Load one adapter after the other into a store, as a shard does; yield the bytes loaded so far, after each."""
     model = spec.load(work / "base")
     placement = Placement(model, Layout(1, 1))
     store = WeightStore(placement, 0, CpuTier(placement, 0, torch.float32, MappedPool(pool)))
@@ -74,11 +79,28 @@ def load_apart(work: Path, pool: int) -> None:
         with open_adapter(path, model) as adapter:
             source = Source(path, adapter.version(), adapter.stamp)
         store.adapters.load(handle, source, lambda error: None, eager=False)
-    for handle in itertools.cycle(range(1, len(paths) + 1)):
-        while (pins := store.pin([handle], 0, "us", time.monotonic() + 60)) is None:
-            time.sleep(1e-3)
-        store.unpin(pins)
+    try:
+        for handle in itertools.cycle(range(1, len(paths) + 1)):
+            while (pins := store.pin([handle], 0, "us", time.monotonic() + 60)) is None:
+                time.sleep(1e-3)
+            store.unpin(pins)
+            yield store.report.use().loaded_bytes
+    finally:
+        store.close()
+
+
+def load_apart(work: Path, pool: int) -> None:
+    """The neighbour of its own: the same loads as a shard's, without the shard; a line after each."""
+    for _ in loads(work, pool):
         print("loading", flush=True)
+
+
+def cpu_rate(work: Path, pool: int) -> float:
+    """Return the bytes that a second of this process's CPU loads."""
+    with contextlib.closing(loads(work, pool)) as loading:
+        first, began = [next(loading) for _ in range(ADAPTERS)][-1], time.process_time()
+        last = [next(loading) for _ in range(CPU_LOADS)][-1]
+        return (last - first) / (time.process_time() - began)
 
 
 def window(caller: Caller, held: Held, seconds: float) -> list[float]:
@@ -125,7 +147,9 @@ def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
                 neighbour.kill()
                 neighbour.communicate()
             caller.client.close()
+        rate = cpu_rate(work, pool)
     row: dict[str, Any] = {"model": kind, "loaded_mb_per_s": moved / 1e6 / (windows * seconds)}
+    row["loaded_mb_per_cpu_s"] = rate / 1e6
     for name, seen in times.items():
         p50, p90, p99 = np.percentile(seen, [50, 90, 99]).tolist()
         row |= {f"{name}_p50_ms": p50, f"{name}_p90_ms": p90, f"{name}_p99_ms": p99}
@@ -142,6 +166,7 @@ def _child(call: str) -> subprocess.Popen[bytes]:
 
 
 COLUMNS = "model {model} | windows {name} | p50 {p50:.2f} | p90 {p90:.2f} | p99 {p99:.2f} | p99 / alone {ratio:.2f}"
+RATES = "model {model} | MB/s beside steps {loaded_mb_per_s:.0f} | MB per CPU second {loaded_mb_per_cpu_s:.0f}"
 
 
 def main() -> None:
@@ -154,7 +179,11 @@ def main() -> None:
         for row in rows
         for name in ("alone", "loading", "apart")
     ]
-    harness.show(given, rows, harness.table(f"Steps of {ROWS} rows of a resident adapter, ms", lines, COLUMNS))
+    tables = (
+        harness.table(f"Steps of {ROWS} rows of a resident adapter, ms", lines, COLUMNS),
+        harness.table("", rows, RATES),
+    )
+    harness.show(given, rows, *tables)
 
 
 if __name__ == "__main__":

@@ -127,16 +127,20 @@ class OpenFiles:
 
     def read(self, file: int, begin: int, end: int) -> bytearray:
         """Read bytes [begin, end); raises AdapterFormatError where the file has become shorter."""
-        buffer, at = bytearray(end - begin), begin
-        view = memoryview(buffer)
-        while view:
-            got = os.preadv(self._descriptors[file], [view], at)
+        buffer = bytearray(end - begin)
+        self.read_into(file, begin, memoryview(buffer))
+        return buffer
+
+    def read_into(self, file: int, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes from `begin` on; raises AdapterFormatError where the file has become shorter."""
+        at, end = begin, begin + len(buffer)
+        while buffer:
+            got = os.preadv(self._descriptors[file], [buffer], at)
             if got == 0:
                 raise refusal(
                     self.names[file], got=f"the end of the file at {at}", expected=f"{end} bytes", do="it was changed"
                 )
-            view, at = view[got:], at + got
-        return buffer
+            buffer, at = buffer[got:], at + got
 
     def close(self) -> None:
         """Close the descriptors. Idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -47,15 +49,32 @@ class Weights:
         return tuple(pair.kind.part for pair in self._at(site).get(expert, ()))
 
     def read(self, site: Site, expert: int) -> list[tuple[DeltaPart, torch.Tensor, torch.Tensor]]:
-        """Read each part, by out_begin: A [r, in] and B [out_end - out_begin, r], contiguous copies in the file's
-        dtype.
+        """Read each part, by out_begin: A [r, in] and B [out_end - out_begin, r], contiguous and in the file's dtype.
+        Not to be written to: a B may be part of a fused one.
 
         Rows of B are in canonical order ([gate | up], [q | k | v]). Raises AdapterFormatError where
         the file has become shorter since it was opened.
         """
         pairs = self._at(site).get(expert, ())
-        try:
+        with self._named(site, expert):
             return [(one.kind.part, self._read_a(one, site), self._read_b(one, site, expert)) for one in pairs]
+
+    def read_into(self, site: Site, expert: int, places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Read what `read` would into contiguous host tensors, A and B of each part: without a copy where they have the
+        file's dtype and layout. Raises as `read` does."""
+        with self._named(site, expert):
+            for one, (a, b) in zip(self._at(site).get(expert, ()), places, strict=True):
+                self._matrix_into(one.kind.a, one.a_begin, a)
+                if one.kind.fused or one.kind.interleaved:
+                    b.copy_(self._read_b(one, site, expert))
+                else:
+                    self._matrix_into(one.kind.b, one.b_begin, b)
+
+    @contextmanager
+    def _named(self, site: Site, expert: int) -> Iterator[None]:
+        """Name the adapter and the block in errors about its files."""
+        try:
+            yield
         except AdapterFormatError as error:
             raise AdapterFormatError(f"adapter {self.path}: {site} expert {expert}: {error}") from None
 
@@ -76,7 +95,7 @@ class Weights:
             b = self._matrix(pair.kind.b, pair.b_begin, shape)
         if pair.kind.interleaved:
             b = b.view(-1, 2, shape[1]).transpose(0, 1).reshape(shape)
-        return b.clone() if pair.kind.fused else b
+        return b
 
     def _fused_b(self, pair: PairOutline, site: Site, shape: tuple[int, int]) -> torch.Tensor:
         """Return B [E, out, r] of a fused tensor. Column j of expert e is column j*E+e in its file."""
@@ -93,6 +112,14 @@ class Weights:
 
         data = self._files.read(matrix.file, begin, begin + shape[0] * shape[1] * ITEM_BYTES[matrix.dtype])
         return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[matrix.dtype])).view(shape)
+
+    def _matrix_into(self, matrix: Matrix, begin: int, out: torch.Tensor) -> None:
+        import torch
+
+        if out.dtype is getattr(torch, _DTYPES[matrix.dtype]):
+            self._files.read_into(matrix.file, begin, memoryview(out.view(-1).view(torch.uint8).numpy()))
+        else:
+            out.copy_(self._matrix(matrix, begin, (out.shape[0], out.shape[1])))
 
     def check(self) -> None:
         """Raise AdapterFormatError if a file was written to since it was opened."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernels_cuda.ops import Pair
 from lora_server.adapters import Weights, open_adapter, reopen
 from lora_server.errors import AdapterLoadError
 from lora_server.memory.entry import AdapterEntry, Files
@@ -92,8 +91,7 @@ class LayerLoader:
         for site, blocks in manifest.blocks(layer).items():
             for expert, placed in blocks.items():
                 began = time.monotonic()
-                pairs = [Pair(a, b, part.scale, part.out_begin) for part, a, b in weights.read(site, expert)]
-                self.tier.write(target, placed, pairs)
+                self.tier.read(weights, site, expert, target, placed)
                 self.yield_to_steps(max(self.patience_seconds, time.monotonic() - began))
         weights.check()
 

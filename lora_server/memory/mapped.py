@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -19,11 +20,12 @@ class MappedExtent(Extent):
     def __init__(self, nbytes: int, size: int) -> None:
         self.nbytes = nbytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.memory = (
-            torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if size:
+            pages = mmap.mmap(-1, size, flags=flags)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)  # one fault per 2 MiB, not per page
+            self.memory = torch.frombuffer(pages, dtype=torch.uint8)
 
     @override
     def pieces(self, begin: int, end: int) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,7 +10,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels_cuda.ops import NOTHING, Block, Pair, Segment
+from kernels_cuda.ops import NOTHING, Block, Segment
+from lora_server.adapters import Weights
 from lora_server.memory.formats import HostFormat
 from lora_server.memory.manifest import Blocks, Manifest, Placed
 from lora_server.memory.pools import Extent, Pool
@@ -42,10 +42,9 @@ class CpuTier(Tier):
         self._published: dict[int, _CpuWeights] = {}
 
     @override
-    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
-        for place, pair in zip(self._unpacked(extent, placed).pairs, pairs, strict=True):
-            place.a_RK.copy_(pair.a_RK)
-            place.b_OR.copy_(pair.b_OR)
+    def read(self, weights: Weights, site: Site, expert: int, extent: Extent, placed: Placed) -> None:
+        pairs = self._unpacked(extent, placed).pairs
+        weights.read_into(site, expert, [(pair.a_RK, pair.b_OR) for pair in pairs])
 
     @override
     def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> tuple[Blocks, Unpacked]:

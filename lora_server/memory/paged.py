@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from kernels_cuda.layout import BlockShape
 from kernels_cuda.ops import Pair
 from kernels_cuda.sizes import TILE_BYTES
 from kernels_cuda.tables import BlockTable, PackedSegments
+from lora_server.adapters import Weights
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.directory import BlockDirectory, Ints
 from lora_server.memory.formats import TileFormat
@@ -151,7 +152,8 @@ class PagedTier(Tier):
         return PackedSegments(table_S4, self.rows.table.max_rank(blocks_S2[:, 0]))
 
     @override
-    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
+    def read(self, weights: Weights, site: Site, expert: int, extent: Extent, placed: Placed) -> None:
+        pairs = [Pair(a, b, part.scale, part.out_begin) for part, a, b in weights.read(site, expert)]
         with self.on_stream():
             extent.write(placed.begin, self.format.pack(pairs, placed.shape, self.device))
 

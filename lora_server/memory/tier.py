@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels_cuda.ops import Pair
+from lora_server.adapters import Weights
 from lora_server.errors import LoraServerError
 from lora_server.memory.formats import Format
 from lora_server.memory.manifest import Manifest, Placed
@@ -40,8 +40,9 @@ class Tier(ABC):
         """Refuse steps that name the handle."""
 
     @abstractmethod
-    def write(self, extent: Extent, placed: Placed, pairs: Sequence[Pair]) -> None:
-        """Write a block to its place in an extent; a copy from host to device memory may still be in flight."""
+    def read(self, weights: Weights, site: Site, expert: int, extent: Extent, placed: Placed) -> None:
+        """Read a block from files to its place in an extent; a copy from host to device memory may still be in flight.
+        Raises AdapterFormatError."""
 
     @abstractmethod
     def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> Any:

@@ -38,7 +38,13 @@ def canonical(path: Path, kind: str) -> dict[tuple[Site, int], torch.Tensor]:
         for site in adapter.sites():
             for expert in adapter.experts(site):
                 delta = torch.zeros(spec.out_width(site), spec.in_width(site), dtype=torch.float64)
-                for pair, a, b in adapter.read(site, expert):
+                parts = adapter.read(site, expert)
+                for dtype in (torch.float32, torch.bfloat16):  # that of the files, and another
+                    places = [(torch.empty_like(a, dtype=dtype), torch.empty_like(b, dtype=dtype)) for _, a, b in parts]
+                    adapter.read_into(site, expert, places)
+                    for (_, a, b), (into_a, into_b) in zip(parts, places, strict=True):
+                        assert torch.equal(into_a, a.to(dtype)) and torch.equal(into_b, b.to(dtype))
+                for pair, a, b in parts:
                     assert a.is_contiguous() and b.is_contiguous()
                     assert a.shape == (pair.lora_rank, spec.in_width(site))
                     assert b.shape == (pair.out_end - pair.out_begin, pair.lora_rank)
