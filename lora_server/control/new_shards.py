@@ -49,13 +49,10 @@ class NewShards:
         return self._unfit(self._adapters.admission.active())
 
     def _unfit(self, handles: Collection[int]) -> ConfigError | None:
+        """Return why those of these adapters that are measured here do not fit together; None where they do."""
         sizes = self.sync.sizes
         measured = {one for one in handles if sizes.unmeasured([one]) is None}
-        try:
-            self._adapters.admission.require_fit(sizes, measured, str(self.agreement.layout))
-        except ConfigError as error:
-            return error
-        return None
+        return self._adapters.admission.unfit(sizes, measured, str(self.agreement.layout))
 
     def require_fit(self, is_late: bool = False) -> None:
         """Check what these shards have measured: with the pinned adapters each other one, and those that a request
@@ -83,7 +80,8 @@ class NewShards:
                         f"its fit is unknown: {reason}; mend or remove it, or unpin it if no request uses it"
                     )
             elif sizes.unmeasured([handle]) is None:
-                admission.require_fit(sizes, {handle}, layout)
+                if unfit := self._unfit([handle]):
+                    raise unfit
                 self._fitting.add(handle)
             elif handle in active or not self._is_elsewhere(handle, is_late):
                 self.unchecked.append(handle)

@@ -201,19 +201,20 @@ class AdmissionService:
         with self._changed:
             return self.queue.last_batches()
 
-    def require_fit(self, sizes: PoolSizes, handles: Set[int], layout: str) -> None:
-        """Raise ConfigError where these, and the pinned adapters, cannot have places together in the pools of
-        `sizes`."""
+    def unfit(self, sizes: PoolSizes, handles: Set[int], layout: str) -> ConfigError | None:
+        """Return why these, and the pinned adapters, cannot have places together in the pools of `sizes`; None where
+        they can."""
         with self._changed:
             capacity = PoolCapacity(sizes=sizes)
             capacity.pinned = self.queue.capacity.pinned
-            if reason := capacity.too_large(handles):
-                names = sorted(filter(None, (name_of(self._catalog, handle) for handle in handles)))
-                shown = ", ".join(names[:MOST_NAMED]) + (" and others" if len(names) > MOST_NAMED else "")
-                raise ConfigError(
-                    f"--layout: got {layout}, in which there is no place for {shown}: {reason}; the server serves on "
-                    "as it did: choose more shards, unpin adapters, or start it with a larger --device-pool"
-                )
+            if not (reason := capacity.too_large(handles)):
+                return None
+            names = sorted(filter(None, (name_of(self._catalog, handle) for handle in handles)))
+        shown = ", ".join(names[:MOST_NAMED]) + (" and others" if len(names) > MOST_NAMED else "")
+        return ConfigError(
+            f"--layout: got {layout}, in which there is no place for {shown}: {reason}; the server serves on "
+            "as it did: choose more shards, unpin adapters, or start it with a larger --device-pool"
+        )
 
     def swap(self, other: ShardSync) -> str:
         """Admit by the pools of the other placement's shards from now on, and serve from these. Where what is in use by

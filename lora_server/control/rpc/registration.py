@@ -86,7 +86,7 @@ class ShardsService:
         challenge = self._door.challenge(first.hello)
         await call.write(pb.ShardCommands(commands=[pb.ShardCommand(challenge=challenge)]))
         if (report := await reports.next(seconds)) is None:
-            raise ProtocolError(f"shard {first.hello.shard}: no registration within {seconds:g} s")
+            raise ProtocolError(f"shard {first.hello.shard}: no registration within {seconds:g} s, or its stream ended")
         registration = report.registration
         bounds.check(registration)
         self._door.check(first.hello, challenge, registration)
@@ -95,7 +95,9 @@ class ShardsService:
         while len(kept) < registration.kept:
             if (report := await reports.next(seconds)) is None:
                 came = f"{len(kept)} of {registration.kept} reports of what it kept came"
-                raise ProtocolError(f"shard {registration.shard}: {came}, and no other within {seconds:g} s")
+                raise ProtocolError(
+                    f"shard {registration.shard}: {came}, and no other within {seconds:g} s, or its stream ended"
+                )
             kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
         self._streams.add(handle)
