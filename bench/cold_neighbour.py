@@ -11,11 +11,11 @@ adapter comes. The engine has a core, and the shard another one. Two engines tak
 
 "disk": the adapter is on disk. "remote": its files are at a URL that answers after --fetch-seconds, and steps time
 out after 2 s. "pass" is of the warm requests, from the cold request's arrival to its first token; "first" is the cold
-request's time to its first token. Two references, each of as long a time: "alone", in which nothing arrives, and
-"warm", in which the same request arrives once its adapter is loaded: its call, its prompt's rows and a third adapter
-cost a pass time even then. So "x alone" is what an arrival and its load cost, and "x warm" what only the load costs;
-"joined" and "again" are the first passes of the cold and of the warm request. A void pass of a warm request was for
-nothing.
+request's time to its first token. Two references, as long as a load from disk: "alone", in which nothing arrives, and
+"warm", in which the same request arrives once its adapter is loaded. A request that arrives slows a pass even then, by
+its call, its prompt's rows and a third adapter. So "x alone" is what an arrival and its load cost, and "x warm" what
+only the load costs. "joined" and "again" are the first passes of the cold and of the warm request. "void" are passes of
+warm requests whose result was thrown away.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     .venv-vllm/bin/python -m bench.cold_vllm [--json] [--rounds N]
 
 The server and the loads of bench/cold_neighbour.py: 16 layers, 40 ms a layer, a core for the engine and one for the
-shard. vLLM decodes requests of two loaded
-adapters, one step after the other; each step gives each of them a token, so a step's time is their gap between tokens.
-Then a request of an adapter on disk comes. The ways take turns in one engine:
+shard. vLLM decodes requests of two loaded adapters, one step after the other; each step gives each of them a token, so
+a step's time is their gap between tokens. Then a request of an adapter on disk comes. Two ways take turns in an engine:
 
     admitted   it is scheduled once its adapter has a place, and steps wait for weights (before: all engines)
     loaded     it is scheduled once its adapter is loaded, or will be within the pass (now)

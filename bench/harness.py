@@ -111,10 +111,11 @@ def serving(work: Path, *more: str) -> Iterator[RunningServer]:
 
 
 def a_core_each(address: str) -> None:
-    """Run this process on the first core that it may use, and the server's shards on the last one; the controller and
-    all else run on any. Else the scheduler now and then puts an engine and its shard on one core, for a pass or two."""
+    """Run this thread, and those that it starts, on the first core that it may use, and the server's shards on the
+    last one; the controller and all else run on any. Without this, the scheduler now and then runs an engine and its
+    shard on one core for a pass or two. With a single core it changes nothing."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[:1])  # of this thread, and of those that it starts
+    os.sched_setaffinity(0, cores[:1])
     for shard in status(address).shards:
         for thread in Path(f"/proc/{shard.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores[-1:])

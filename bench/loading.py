@@ -10,7 +10,8 @@ the other) in three kinds of windows that take turns:
     apart    a process beside the server loads them, in a store of its own: what a busy core and the memory's traffic
              cost where no Python is shared
 
-"MB per CPU second": what such a store loads per second of its process's CPU, from files that the system has in memory.
+"MB/s beside steps": what the shard loads in the second kind of windows. "MB per CPU second": what a store of its own
+loads per second of its process's CPU, from files that the system has in memory.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def loaded_bytes(address: str) -> int:
 
 
 def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
-    """Percentiles of both kinds of windows, in milliseconds."""
+    """Percentiles of the three kinds of windows, in milliseconds, and rates of loading."""
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         size = make(kind, work)

@@ -60,15 +60,15 @@ class Weights:
             return [(one.kind.part, self._read_a(one, site), self._read_b(one, site, expert)) for one in pairs]
 
     def read_into(self, site: Site, expert: int, places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Read what `read` would into contiguous host tensors, A and B of each part: without a copy where they have the
-        file's dtype and layout. Raises as `read` does."""
+        """Read each part's A and B into contiguous host tensors of their shapes, `places` in the order of `read`;
+        without a copy where they have the file's dtype and layout. Raises as `read` does."""
         with self._named(site, expert):
             for one, (a, b) in zip(self._at(site).get(expert, ()), places, strict=True):
-                self._matrix_into(one.kind.a, one.a_begin, a)
+                self._matrix_into(one.kind.a, one.a_begin, a, (one.kind.part.lora_rank, self._spec.in_width(site)))
                 if one.kind.fused or one.kind.interleaved:
                     b.copy_(self._read_b(one, site, expert))
                 else:
-                    self._matrix_into(one.kind.b, one.b_begin, b)
+                    self._matrix_into(one.kind.b, one.b_begin, b, self._shape_b(one))
 
     @contextmanager
     def _named(self, site: Site, expert: int) -> Iterator[None]:
@@ -88,14 +88,18 @@ class Weights:
         return self._matrix(pair.kind.a, pair.a_begin, (pair.kind.part.lora_rank, self._spec.in_width(site)))
 
     def _read_b(self, pair: PairOutline, site: Site, expert: int) -> torch.Tensor:
-        part = pair.kind.part
-        shape = (part.out_end - part.out_begin, part.lora_rank)
+        shape = self._shape_b(pair)
         b = self._fused_b(pair, site, shape)[expert] if pair.kind.fused else None
         if b is None:
             b = self._matrix(pair.kind.b, pair.b_begin, shape)
         if pair.kind.interleaved:
             b = b.view(-1, 2, shape[1]).transpose(0, 1).reshape(shape)
         return b
+
+    @staticmethod
+    def _shape_b(pair: PairOutline) -> tuple[int, int]:
+        part = pair.kind.part
+        return part.out_end - part.out_begin, part.lora_rank
 
     def _fused_b(self, pair: PairOutline, site: Site, shape: tuple[int, int]) -> torch.Tensor:
         """Return B [E, out, r] of a fused tensor. Column j of expert e is column j*E+e in its file."""
@@ -113,13 +117,14 @@ class Weights:
         data = self._files.read(matrix.file, begin, begin + shape[0] * shape[1] * ITEM_BYTES[matrix.dtype])
         return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[matrix.dtype])).view(shape)
 
-    def _matrix_into(self, matrix: Matrix, begin: int, out: torch.Tensor) -> None:
+    def _matrix_into(self, matrix: Matrix, begin: int, out: torch.Tensor, shape: tuple[int, int]) -> None:
         import torch
 
+        assert tuple(out.shape) == shape, (tuple(out.shape), shape)
         if out.dtype is getattr(torch, _DTYPES[matrix.dtype]):
             self._files.read_into(matrix.file, begin, memoryview(out.view(-1).view(torch.uint8).numpy()))
         else:
-            out.copy_(self._matrix(matrix, begin, (out.shape[0], out.shape[1])))
+            out.copy_(self._matrix(matrix, begin, shape))
 
     def check(self) -> None:
         """Raise AdapterFormatError if a file was written to since it was opened."""

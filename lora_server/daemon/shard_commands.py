@@ -84,7 +84,7 @@ class ShardCommands:
 
     def _load(self, load: pb.Load, done: Done) -> None:
         size = load.size if load.HasField("size") else None
-        self._store.adapters.load(load.handle, self._source(load), self._telling(done), load.eager, size)
+        self._store.adapters.load(load.handle, self._source(load), self._telling(done), load.eager, size, load.asked)
         self._keep(load)
 
     def _telling(self, done: Done) -> Done:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.entry import AdapterEntry, Done, Reason, Source, Want
+from lora_server.memory.entry import NEVER, AdapterEntry, Done, Reason, Source, Want
 from lora_server.memory.loader import Loader
 from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
@@ -22,17 +22,25 @@ class ShardAdapters:
         self._table, self._queue, self._claims = planner.table, planner.queue, planner.evictor.claims
         self._tier = planner.layers.tier
 
-    def load(self, handle: int, source: Source, done: Done, eager: bool = True, size: int | None = None) -> None:
+    def load(
+        self,
+        handle: int,
+        source: Source,
+        done: Done,
+        eager: bool = True,
+        size: int | None = None,
+        asked: bool = False,
+    ) -> None:
         """Register an adapter, or change the source of a registered one.
 
         Eager: load it, and evict others for it; `done` is called when all layers are READY. If active adapters leave no
         memory, `done` is called at once and the load is deferred. Not eager: `done` is called when the files were
-        measured; `prewarm`, or any demand, loads the adapter. `size`: the bytes of device pool that it took in an
-        earlier process of this shard; with it the files are not measured.
+        measured; `prewarm`, or any demand, loads the adapter. `asked`: a request waits for that, so it comes before
+        others, and files that this node lacks are fetched; without, these are not measured. `size`: the bytes of device
+        pool that it took in an earlier process of this shard; with it the files are not measured.
         """
         with self._lock:
             entry = self._table.entries.get(handle)
-            again = entry is not None
             if entry is None:
                 try:
                     self._tier.know(handle)
@@ -51,14 +59,14 @@ class ShardAdapters:
             entry.source = source
             self._retry(entry)
             self._table.note(entry)
-            skips_measure = not again and self._planner.remote.lacks(source)  # nothing is fetched without a demand
+            skips_measure = not asked and self._planner.remote.lacks(source)  # nothing is fetched without a demand
             known = entry.footprint.size is not None or skips_measure
             if entry.is_settled() or (known and not eager):
                 self._lock.owe((done, entry.failure.error if entry.failure is not None else None))
             elif eager:
                 self._want(entry, Want(Reason.ADD, done, done=done))
             else:
-                self._measure(entry, done, again)
+                self._measure(entry, done, asked)
 
     def prewarm(self, handle: int, done: Done) -> None:
         """Reserve free device memory for an adapter, and load it while there is no demand; any demand may evict it.
@@ -193,7 +201,8 @@ class ShardAdapters:
     def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
         """Queue the entry to be measured; its files may have to be fetched."""
         reason = Reason.FETCH if self._planner.layers.lacks_files(entry) else Reason.MEASURE
-        self._want(entry, Want(reason, done, done=done), first and reason is Reason.MEASURE)
+        due = time.monotonic() if first else NEVER
+        self._want(entry, Want(reason, done, due, done=done), first and reason is Reason.MEASURE)
 
     def _want(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:
         self._queue.add(entry, want, first)

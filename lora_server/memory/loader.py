@@ -104,6 +104,8 @@ class Loader:
         """Take the outcome of a fetch; called from its thread."""
         table, remote = self._planner.table, self._planner.remote
         with self._lock:
+            if entry is self._busy:
+                error = None  # its files came another way meanwhile, and are being loaded
             needed = bool(entry.wants) and not self.closing.is_set()
             remote.finish(entry, lease is not None and needed)
             if error is not None:
@@ -168,11 +170,11 @@ class Loader:
         device, manifest = entry.copies.device, entry.footprint.manifest
         assert device is not None and manifest is not None
         nbytes = self._layers.load(entry, layer)
-        found = self._layers.tier.lookup(layer, device, manifest)
+        prepared = self._layers.tier.prepare(layer, device, manifest)
         with self._lock:
             self._planner.forecast.note(tier, nbytes, time.monotonic() - began)
             if self._planner.table.knows(entry):
-                self._layers.tier.publish(entry.handle, layer, device, found)
+                self._layers.tier.publish(entry.handle, layer, device, prepared)
                 self._note_ready(entry, layer, nbytes)
         return True
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lora_server.memory.pools import Extent, Pool
 
-PAGE_BYTES = mmap.PAGESIZE
+PAGE_BYTES, HUGE_BYTES = mmap.PAGESIZE, 2 << 20
 
 
 class MappedExtent(Extent):
@@ -23,8 +23,9 @@ class MappedExtent(Extent):
         self.memory = torch.empty(0, dtype=torch.uint8)
         if size:
             pages = mmap.mmap(-1, size, flags=flags)
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)  # one fault per 2 MiB, not per page
+            if size >= HUGE_BYTES:
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    pages.madvise(mmap.MADV_HUGEPAGE)  # one fault for all of one
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
 
     @override
@@ -33,7 +34,7 @@ class MappedExtent(Extent):
 
 
 class MappedPool(Pool):
-    """A pool of `capacity` bytes of host memory; the system provides a page when it is first written to."""
+    """A pool of `capacity` bytes of host memory; the system provides each page at the first write to it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.used = capacity // PAGE_BYTES * PAGE_BYTES, 0

@@ -47,7 +47,7 @@ class CpuTier(Tier):
         weights.read_into(site, expert, [(pair.a_RK, pair.b_OR) for pair in pairs])
 
     @override
-    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> tuple[Blocks, Unpacked]:
+    def prepare(self, layer: int, extent: Extent, manifest: Manifest) -> tuple[Blocks, Unpacked]:
         blocks = manifest.blocks(layer)
         unpacked: Unpacked = {}
         for site, experts in blocks.items():
@@ -56,9 +56,9 @@ class CpuTier(Tier):
         return blocks, unpacked
 
     @override
-    def publish(self, handle: int, layer: int, extent: Extent, found: tuple[Blocks, Unpacked]) -> None:
+    def publish(self, handle: int, layer: int, extent: Extent, prepared: tuple[Blocks, Unpacked]) -> None:
         published = self._published.setdefault(handle, _CpuWeights(extent))
-        published.layers[layer], unpacked = found
+        published.layers[layer], unpacked = prepared
         published.blocks |= unpacked
 
     @override

@@ -158,17 +158,17 @@ class PagedTier(Tier):
             extent.write(placed.begin, self.format.pack(pairs, placed.shape, self.device))
 
     @override
-    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> Blocks:
+    def prepare(self, layer: int, extent: Extent, manifest: Manifest) -> Blocks:
         return manifest.blocks(layer)
 
     @override
-    def publish(self, handle: int, layer: int, extent: Extent, found: Blocks) -> None:
-        self._mirror.prepare(found)
+    def publish(self, handle: int, layer: int, extent: Extent, prepared: Blocks) -> None:
+        self._mirror.prepare(prepared)
         published = self._published.get(handle)
         if published is None:
             published = self._published[handle] = self._new(handle, extent)
         sites = [Site(layer, projection) for projection in PROJECTIONS]
-        entries = {site: self._entries(site, published, found.get(site, {})) for site in sites}
+        entries = {site: self._entries(site, published, prepared.get(site, {})) for site in sites}
         self.synchronize()
         self.directory.put(published.place, entries)
         self._mirror.put(handle, layer, entries)

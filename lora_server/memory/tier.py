@@ -45,12 +45,12 @@ class Tier(ABC):
         Raises AdapterFormatError."""
 
     @abstractmethod
-    def lookup(self, layer: int, extent: Extent, manifest: Manifest) -> Any:
-        """Return what `publish` needs of a layer that is in the extent. Called without the store's lock."""
+    def prepare(self, layer: int, extent: Extent, manifest: Manifest) -> Any:
+        """Build what `publish` needs of a layer that is in the extent. Called without the store's lock."""
 
     @abstractmethod
-    def publish(self, handle: int, layer: int, extent: Extent, found: Any) -> None:
-        """Let steps find a layer's weights, by what `lookup` found. Raises AdapterLoadError where a table is full."""
+    def publish(self, handle: int, layer: int, extent: Extent, prepared: Any) -> None:
+        """Let steps find a layer's weights, by what `prepare` built. Raises AdapterLoadError where a table is full."""
 
     @abstractmethod
     def withdraw(self, handle: int) -> object:

@@ -1059,7 +1059,7 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ..., pe: _Optional[int] = ..., generation: _Optional[int] = ..., slo_class: _Optional[str] = ..., step_us: _Optional[int] = ..., merged: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent", "asked")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -1070,6 +1070,7 @@ class Load(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
@@ -1080,7 +1081,8 @@ class Load(_message.Message):
     pinned: bool
     size: int
     sent: bool
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ..., size: _Optional[int] = ..., sent: bool = ...) -> None: ...
+    asked: bool
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ..., size: _Optional[int] = ..., sent: bool = ..., asked: bool = ...) -> None: ...
 
 class ShardProof(_message.Message):
     __slots__ = ("shard", "count", "mac")

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def canonical(path: Path, kind: str) -> dict[tuple[Site, int], torch.Tensor]:
                 delta = torch.zeros(spec.out_width(site), spec.in_width(site), dtype=torch.float64)
                 parts = adapter.read(site, expert)
                 for dtype in (torch.float32, torch.bfloat16):  # that of the files, and another
-                    places = [(torch.empty_like(a, dtype=dtype), torch.empty_like(b, dtype=dtype)) for _, a, b in parts]
+                    nan = partial(torch.full_like, fill_value=torch.nan, dtype=dtype)
+                    places = [(nan(a), nan(b)) for _, a, b in parts]
                     adapter.read_into(site, expert, places)
                     for (_, a, b), (into_a, into_b) in zip(parts, places, strict=True):
                         assert torch.equal(into_a, a.to(dtype)) and torch.equal(into_b, b.to(dtype))

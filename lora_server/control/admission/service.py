@@ -122,17 +122,21 @@ class AdmissionService:
                 if self._sync.require(found):
                     told.add(found.handle)
                 elif self._sync.residency.error(found.handle, last_load=True):  # its files may be readable by now
-                    self._sync.load(found)
+                    self._sync.load(found, asked=True)
             answer = self.queue.acquire(client, ticket, names, tenant, weight, pace, self.classes.of(names, slo_class))
             if isinstance(answer, AdapterLoading):
                 return AdmissionAnswer(_records(self._catalog, answer.handles), loading=answer.seconds)
             if not isinstance(answer, QueuePosition):
                 return AdmissionAnswer(_records(self._catalog, answer))
             records = _records(self._catalog, self.queue.resolve(names))
-            for record in records:
-                if record.handle not in told and self._sync.sizes.unmeasured([record.handle]) is not None:
-                    self._sync.load(record)  # shards measure it before the others
+            self._have_measured([record for record in records if record.handle not in told])
             return AdmissionAnswer(records, queued=answer)
+
+    def _have_measured(self, records: Iterable[Record]) -> None:
+        """Have shards measure adapters that requests wait for, before others."""
+        for record in records:
+            if self._sync.sizes.unmeasured([record.handle]) is not None:
+                self._sync.load(record, asked=True)
 
     def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
         """Wait until one of these is answered, for at most `seconds`; return those that are."""
@@ -189,6 +193,8 @@ class AdmissionService:
             for client in self.holds.clients():
                 holds = pb.Holds(client=client, more=self.holds.of(client))
                 handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(holds=[holds]))))
+            waiting = {name for names in self.queue.tickets.waiting.names() for name in names}
+            self._have_measured(filter(None, map(self._catalog.find, waiting)))
             self.admit()
 
     def active(self) -> set[int]:

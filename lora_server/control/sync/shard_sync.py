@@ -117,15 +117,15 @@ class ShardSync:
         with self.lock:
             is_new = record.handle not in self.spread.on_all
             if is_new:
-                self.load(record)
+                self.load(record, asked=True)
             return is_new
 
-    def load(self, record: Record, eager: bool = False) -> list[PendingCommand]:
+    def load(self, record: Record, eager: bool = False, asked: bool = False) -> list[PendingCommand]:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
-        files, and load it where there is room, or when a step needs it."""
+        files, and load it where there is room, or when a step needs it. `asked`: a request waits for that."""
         with self.lock:
             load = self._message(record)
-            load.eager = eager
+            load.eager, load.asked = eager, asked
             shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
             if (other := self.other) is not None:
                 other.spread.add([record.handle])

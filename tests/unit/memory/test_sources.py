@@ -418,11 +418,11 @@ def make(make_store, tmp_path):
     return lambda capacity=1 << 30, **options: make_store(fetcher=fetcher_of(tmp_path / "cache", capacity), **options)
 
 
-def know(store, handle, url, path, eager=False):
+def know(store, handle, url, path, eager=False, asked=False):
     """As the controller tells it."""
     done = Done(store)
     with open_adapter(path, spec_of("mixtral")) as adapter:
-        store.adapters.load(handle, Source(Path(), adapter.version(), "", url), done, eager)
+        store.adapters.load(handle, Source(Path(), adapter.version(), "", url), done, eager, asked=asked)
     return done
 
 
@@ -483,17 +483,49 @@ def test_files_of_the_disk_cache_that_change_after_their_check_are_not_loaded(ma
     assert far.got.total() == 2
 
 
-def test_an_adapter_without_a_size_is_looked_at_when_asked_again(make, far, tiny_adapters):
-    """As for a request that asks for admission."""
+def test_a_remote_adapter_is_measured_when_a_request_asks_and_not_when_it_is_told_again(make, far, tiny_adapters):
+    """A controller tells a shard of all adapters again after each outage: it fetches none of them for that."""
     store, url = make(), far.put("law", tiny_adapters["all"])
-    assert know(store, 1, url, tiny_adapters["all"]).result() is None
-    assert not store.report.take_changes()[0].measured
-    assert know(store, 1, url, tiny_adapters["all"]).result() is None
+    for _ in range(2):
+        assert know(store, 1, url, tiny_adapters["all"]).result() is None
+        assert not store.report.take_changes()[0].measured and not far.got
+    assert know(store, 1, url, tiny_adapters["all"], asked=True).result() is None
     assert store.report.take_changes()[0].measured
     known = far.got.total()
     assert know(store, 2, f"{far.url}/nowhere", tiny_adapters["all"]).result() is None
     assert load(store, 2, tiny_adapters["all"]).result() is None
     assert state(store, 2) == "ready" and far.got.total() == known, "where it was said to be last counts"
+
+
+def test_files_are_fetched_in_the_order_in_which_requests_ask(make, far, tiny_adapters):
+    """Whatever the order in which the shard learned of the adapters."""
+    store, urls = make(), [far.put(name, tiny_adapters["all"]) for name in "abc"]
+    for handle, url in enumerate(urls):
+        know(store, handle, url, tiny_adapters["all"]).result()
+    far.open.clear()
+    waiting = [know(store, handle, urls[handle], tiny_adapters["all"], asked=True) for handle in (2, 0, 1)]
+    with store._lock:
+        assert [entry.handle for entry in store._queue.in_order()] == [2, 0, 1]
+    far.open.set()
+    assert [one.result() for one in waiting] == [None] * 3
+
+
+def test_a_fetch_that_fails_while_its_adapter_loads_from_other_files_frees_nothing(make, tiny_adapters):
+    store, started, go_on = make(), threading.Event(), threading.Event()
+    load_layer = store._loader._layers.load
+
+    def gated(entry, layer):
+        started.set()
+        assert go_on.wait(SECONDS)
+        return load_layer(entry, layer)
+
+    store._loader._layers.load = gated
+    done = load(store, 1, tiny_adapters["all"])
+    assert started.wait(SECONDS)
+    store._loader.fetched(store._table.entries[1], None, AdapterSourceError("its source is gone"))
+    go_on.set()
+    assert done.result() is None and state(store, 1) == "ready"
+    store.report.check_integrity()
 
 
 def test_a_fetch_that_fails_is_tried_again(make, far, tiny_adapters):
