@@ -56,27 +56,19 @@ class Weights:
         the file has become shorter since it was opened.
         """
         pairs = self._at(site).get(expert, ())
-        with self._named(site, expert):
+        with _naming(self.path, site, expert):
             return [(one.kind.part, self._read_a(one, site), self._read_b(one, site, expert)) for one in pairs]
 
     def read_into(self, site: Site, expert: int, places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Read each part's A and B into contiguous host tensors of their shapes, `places` in the order of `read`;
         without a copy where they have the file's dtype and layout. Raises as `read` does."""
-        with self._named(site, expert):
+        with _naming(self.path, site, expert):
             for one, (a, b) in zip(self._at(site).get(expert, ()), places, strict=True):
-                self._matrix_into(one.kind.a, one.a_begin, a, (one.kind.part.lora_rank, self._spec.in_width(site)))
+                self._matrix(one.kind.a, one.a_begin, (one.kind.part.lora_rank, self._spec.in_width(site)), a)
                 if one.kind.fused or one.kind.interleaved:
                     b.copy_(self._read_b(one, site, expert))
                 else:
-                    self._matrix_into(one.kind.b, one.b_begin, b, self._shape_b(one))
-
-    @contextmanager
-    def _named(self, site: Site, expert: int) -> Iterator[None]:
-        """Name the adapter and the block in errors about its files."""
-        try:
-            yield
-        except AdapterFormatError as error:
-            raise AdapterFormatError(f"adapter {self.path}: {site} expert {expert}: {error}") from None
+                    self._matrix(one.kind.b, one.b_begin, _shape_b(one), b)
 
     def _at(self, site: Site) -> dict[int, list[PairOutline]]:
         last = self._last_site
@@ -88,18 +80,13 @@ class Weights:
         return self._matrix(pair.kind.a, pair.a_begin, (pair.kind.part.lora_rank, self._spec.in_width(site)))
 
     def _read_b(self, pair: PairOutline, site: Site, expert: int) -> torch.Tensor:
-        shape = self._shape_b(pair)
+        shape = _shape_b(pair)
         b = self._fused_b(pair, site, shape)[expert] if pair.kind.fused else None
         if b is None:
             b = self._matrix(pair.kind.b, pair.b_begin, shape)
         if pair.kind.interleaved:
             b = b.view(-1, 2, shape[1]).transpose(0, 1).reshape(shape)
         return b
-
-    @staticmethod
-    def _shape_b(pair: PairOutline) -> tuple[int, int]:
-        part = pair.kind.part
-        return part.out_end - part.out_begin, part.lora_rank
 
     def _fused_b(self, pair: PairOutline, site: Site, shape: tuple[int, int]) -> torch.Tensor:
         """Return B [E, out, r] of a fused tensor. Column j of expert e is column j*E+e in its file."""
@@ -110,21 +97,21 @@ class Weights:
             last = self._last_fused = key, b.view(*shape, num_experts).permute(2, 0, 1).contiguous()
         return last[1]
 
-    def _matrix(self, matrix: Matrix, begin: int, shape: tuple[int, int]) -> torch.Tensor:
-        """Read a matrix. Imports torch only here: the controller, which reads no tensors, starts without it."""
+    def _matrix(
+        self, matrix: Matrix, begin: int, shape: tuple[int, int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Read a matrix, into `out` if that is given. Imports torch only here: the controller, which reads no tensors,
+        starts without it."""
         import torch
 
+        dtype = getattr(torch, _DTYPES[matrix.dtype])
+        if out is not None and out.dtype is dtype:
+            assert tuple(out.shape) == shape, (tuple(out.shape), shape)
+            self._files.read_into(matrix.file, begin, out.view(-1).view(torch.uint8).numpy().data)
+            return out
         data = self._files.read(matrix.file, begin, begin + shape[0] * shape[1] * ITEM_BYTES[matrix.dtype])
-        return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[matrix.dtype])).view(shape)
-
-    def _matrix_into(self, matrix: Matrix, begin: int, out: torch.Tensor, shape: tuple[int, int]) -> None:
-        import torch
-
-        assert tuple(out.shape) == shape, (tuple(out.shape), shape)
-        if out.dtype is getattr(torch, _DTYPES[matrix.dtype]):
-            self._files.read_into(matrix.file, begin, memoryview(out.view(-1).view(torch.uint8).numpy()))
-        else:
-            out.copy_(self._matrix(matrix, begin, shape))
+        read = torch.frombuffer(data, dtype=dtype).view(shape)
+        return read if out is None else out.copy_(read)
 
     def check(self) -> None:
         """Raise AdapterFormatError if a file was written to since it was opened."""
@@ -145,6 +132,20 @@ class Weights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _shape_b(pair: PairOutline) -> tuple[int, int]:
+    part = pair.kind.part
+    return part.out_end - part.out_begin, part.lora_rank
+
+
+@contextmanager
+def _naming(path: Path, site: Site, expert: int) -> Iterator[None]:
+    """Name the adapter and the block in errors about its files."""
+    try:
+        yield
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"adapter {path}: {site} expert {expert}: {error}") from None
 
 
 def reopen(path: Path, spec: ModelSpec, outline: Outline, seen: str, stamp: str) -> Weights | None:

@@ -78,16 +78,12 @@ class CpuTier(Tier):
             raise refusal(handle, expert)
         block = published.blocks.get((site, expert))
         if block is None:
-            block = published.blocks[site, expert] = self._read(published, site, expert, refusal, handle)
+            placed = published.layers[site.layer].get(site, {}).get(expert)
+            if placed is None and expert not in self._placement.experts(site, self._shard):
+                raise refusal(handle, expert)
+            block = NOTHING if placed is None else self._unpacked(published.extent, placed)
+            published.blocks[site, expert] = block
         return block
-
-    def _read(self, published: _CpuWeights, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
-        placed = published.layers[site.layer].get(site, {}).get(expert)
-        if placed is not None:
-            return self._unpacked(published.extent, placed)
-        if expert not in self._placement.experts(site, self._shard):
-            raise refusal(handle, expert)
-        return NOTHING
 
     def _unpacked(self, extent: Extent, placed: Placed) -> Block:
         (packed_B,) = extent.pieces(placed.begin, placed.begin + placed.nbytes)

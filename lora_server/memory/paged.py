@@ -112,7 +112,8 @@ class PagedTier(Tier):
         """Raises ConfigError for a dtype that the kernels do not have."""
         if dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"--dtype: got {dtype}, expected bfloat16 or float16 with --device cuda")
-        self.pool, self.format, self.device = pool, TileFormat(placement.spec, dtype), pool.memory.device
+        self.pool, self.device = pool, pool.memory.device
+        self.format: TileFormat = TileFormat(placement.spec, dtype)
         self.rows = BlockRows(self.device, shard, self.on_stream)
         self.directory = BlockDirectory(placement.spec)
         self._placement, self._shard, self._mirror = placement, shard, mirror or DirectoryMirror()
