@@ -51,6 +51,21 @@ def test_a_shard_that_was_restarted_keeps_again_what_its_predecessor_kept(rig):
     until(lambda: told(shards[3]) == ([1, 2], [3, 5]), "it was told")
 
 
+def test_a_shard_that_comes_back_is_asked_for_what_a_request_waits_for_and_only_told_of_the_rest(rig):
+    """It fetches what it is asked for; after an outage that must not be everything."""
+    controller, shards = rig
+    lease, _ = controller.clients.join("engine")
+    assert controller.requests.acquire(lease.proof, ["a5"], ticket=1).queued, "no shard has measured it"
+    until(lambda: all(5 in one.loaded for one in shards), "all shards were told of it")
+    gone = shards[3]
+    gone.close()
+    controller.shards.depart(gone.handle)
+    gone.memory.loads.clear()
+    shards[3] = ToldShard(controller, gone.memory, 3, pool_bytes=100)
+    until(lambda: shards[3].memory.loads.keys() >= {1, 2, 3, 5} and shards[3].memory.loads[5].asked, "it is asked")
+    assert [handle for handle, load in shards[3].memory.loads.items() if load.asked] == [5]
+
+
 def test_a_restarted_controller_learns_of_all_adapters_though_a_shard_died_with_it(rig):
     controller, shards = rig
     until(lambda: all(len(one.memory.loads) == 4 for one in shards), "all shards were told")
