@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.entry import NEVER, AdapterEntry, Done, Reason, Source, Want
+from lora_server.memory.entry import AdapterEntry, Done, Reason, Source, Want
 from lora_server.memory.loader import Loader
 from lora_server.memory.lock import StoreLock
 from lora_server.memory.planner import LoadPlanner
@@ -176,7 +176,7 @@ class ShardAdapters:
         with self._lock:
             before = self._claims.active
             active = self._claims.active = (set() if anew else before - set(fewer)) | set(more)
-            for entry in self._table.among(before ^ active):
+            for entry in self._table.among(sorted(before ^ active)):  # in one order on all shards
                 self._activate(entry, trace)
             if before - active:
                 self._queue.resume()
@@ -201,8 +201,7 @@ class ShardAdapters:
     def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
         """Queue the entry to be measured; its files may have to be fetched."""
         reason = Reason.FETCH if self._planner.layers.lacks_files(entry) else Reason.MEASURE
-        due = time.monotonic() if first else NEVER
-        self._want(entry, Want(reason, done, due, done=done), first and reason is Reason.MEASURE)
+        self._want(entry, Want(reason, done, done=done), first and reason is Reason.MEASURE)
 
     def _want(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:
         self._queue.add(entry, want, first)
