@@ -3,9 +3,10 @@
 import contextlib
 import json
 import sqlite3
+import threading
 
 import pytest
-from sqlalchemy import delete, event, insert
+from sqlalchemy import delete, event, insert, text
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
@@ -137,6 +138,23 @@ def test_known_tokens_count_while_the_database_is_away(tmp_path):
                 gate.store.load()
             gate.cache.refresh()
             assert gate.identify(str(secret)).role is Role.VIEWER
+
+
+def test_a_transaction_that_a_postgresql_ended_while_its_process_was_stopped_is_run_again(gated):
+    if not gated.database.shared:
+        pytest.skip("an SQLite file ends no transaction")
+    runs, idle = [], threading.Event()
+
+    def work(connection):
+        runs.append(connection)
+        if len(runs) == 1:
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 1"))  # ms
+            for _ in range(1000):
+                idle.wait(0.05)
+                connection.execute(text("SELECT 1"))
+        return connection.execute(text("SELECT 7")).scalar()
+
+    assert gated.database.read(work) == 7 and len(runs) == 2
 
 
 def test_a_token_that_was_revoked_while_it_was_rotated_stays_revoked(gated):
