@@ -66,7 +66,7 @@ class ShardAdapters:
             elif eager:
                 self._want(entry, Want(Reason.ADD, done, done=done))
             else:
-                self._measure(entry, done, asked)
+                self._measure(entry, done, fetches=asked, first=asked)
 
     def prewarm(self, handle: int, done: Done) -> None:
         """Reserve free device memory for an adapter, and load it while there is no demand; any demand may evict it.
@@ -117,7 +117,7 @@ class ShardAdapters:
                 self._lock.owe((done, entry.failure.error))
                 return
             if entry.footprint.size is None:
-                self._measure(entry, measured)
+                self._measure(entry, measured, fetches=True)
                 return
             try:
                 self._claims.check_pin(entry)
@@ -198,9 +198,10 @@ class ShardAdapters:
         if entry.retry(time.monotonic()):
             self._lock.owe(*self._queue.requeue(entry))
 
-    def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
-        """Queue the entry to be measured; its files may have to be fetched."""
-        reason = Reason.FETCH if self._planner.layers.lacks_files(entry) else Reason.MEASURE
+    def _measure(self, entry: AdapterEntry, done: Done, fetches: bool, first: bool = False) -> None:
+        """Queue the entry to be measured. `fetches`: a request or an operator waits, so that fetching its files is a
+        demand."""
+        reason = Reason.FETCH if fetches and self._planner.layers.lacks_files(entry) else Reason.MEASURE
         self._want(entry, Want(reason, done, done=done), first and reason is Reason.MEASURE)
 
     def _want(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:

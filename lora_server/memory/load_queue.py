@@ -154,10 +154,10 @@ class LoadQueue:
         return over
 
     def in_order(self) -> list[AdapterEntry]:
-        """Return the entries to try now: all demands by deadline, those without one first in, first out; and the first
-        to measure; without a demand, also the first to prewarm."""
+        """Return the entries to try now: all demands by deadline, those without one that clients hold first, and first
+        in, first out; then the first to measure; without a demand, also the first to prewarm."""
         demands = self._queued[Level.DEMAND]
-        ordered = sorted(demands, key=lambda one: (one.deadline(), len(one.copies.ready)))
+        ordered = sorted(demands, key=lambda one: (one.deadline(), not one.active, len(one.copies.ready)))
         for level in (Level.MEASURE,) if demands else (Level.MEASURE, Level.PREWARM):
             ordered += [entry for entry, _ in zip(self._queued[level], range(1), strict=False)]
         return ordered

@@ -104,8 +104,8 @@ class Loader:
         """Take the outcome of a fetch; called from its thread."""
         table, remote = self._planner.table, self._planner.remote
         with self._lock:
-            if entry is self._busy:
-                error = None  # its files came another way meanwhile, and are being loaded
+            if entry is self._busy or not self._layers.lacks_files(entry):
+                error = None  # its files came another way meanwhile
             needed = bool(entry.wants) and not self.closing.is_set()
             remote.finish(entry, lease is not None and needed)
             if error is not None:

@@ -20,7 +20,7 @@ FAULTS = int(os.environ.get("LORA_FAULTS", "2"))  # `make test-cluster` sets mor
 ADAPTERS = 500 if "LORA_FAULTS" in os.environ else 200
 POOL = "128MiB"  # far too little for all of them
 GUEST = "attention"
-LATE_SECONDS = 10 * SILENCE_SECONDS  # after a fault is over: no effect of it comes later
+LATE_SECONDS = 20 * SILENCE_SECONDS  # after a fault is over: no effect of it comes later
 
 
 def write_variant(path, of, exponent):

@@ -129,14 +129,10 @@ class AdmissionService:
             if not isinstance(answer, QueuePosition):
                 return AdmissionAnswer(_records(self._catalog, answer))
             records = _records(self._catalog, self.queue.resolve(names))
-            self._have_measured([record for record in records if record.handle not in told])
+            for record in records:
+                if record.handle not in told and self._sync.sizes.unmeasured([record.handle]) is not None:
+                    self._sync.load(record, asked=True)  # shards measure it before the others
             return AdmissionAnswer(records, queued=answer)
-
-    def _have_measured(self, records: Iterable[Record]) -> None:
-        """Have shards measure adapters that requests wait for, before others."""
-        for record in records:
-            if self._sync.sizes.unmeasured([record.handle]) is not None:
-                self._sync.load(record, asked=True)
 
     def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
         """Wait until one of these is answered, for at most `seconds`; return those that are."""
@@ -193,8 +189,9 @@ class AdmissionService:
             for client in self.holds.clients():
                 holds = pb.Holds(client=client, more=self.holds.of(client))
                 handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(holds=[holds]))))
-            waiting = {name for names in self.queue.tickets.waiting.names() for name in names}
-            self._have_measured(filter(None, map(self._catalog.find, waiting)))
+            waiting = dict.fromkeys(name for names in self.queue.tickets.waiting.names() for name in names)
+            for record in filter(None, map(self._catalog.find, waiting)):
+                self._sync.ask(handle, record)
             self.admit()
 
     def active(self) -> set[int]:

@@ -134,6 +134,14 @@ class ShardSync:
             self.spread.add([record.handle])
             return [self._load_on(handle, record, shared) for handle in self.shards.live().values()]
 
+    def ask(self, handle: ShardHandle, record: Record) -> None:
+        """Have one shard measure an adapter that a request waits for, unless it has."""
+        with self.lock:
+            if (owner := self.of(handle)) is not None and owner.sizes.of(record.handle, handle.shard) is None:
+                load = self._message(record)
+                load.asked = True
+                owner._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
+
     def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
         load = shared.command.load
         if load.eager:

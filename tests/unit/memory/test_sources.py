@@ -506,6 +506,9 @@ def test_files_are_fetched_in_the_order_in_which_requests_ask(make, far, tiny_ad
     waiting = [know(store, handle, urls[handle], tiny_adapters["all"], asked=True) for handle in (2, 0, 1)]
     with store._lock:
         assert [entry.handle for entry in store._queue.in_order()] == [2, 0, 1]
+    store.adapters.set_active([1], [])
+    with store._lock:
+        assert [entry.handle for entry in store._queue.in_order()] == [1, 2, 0], "a client holds it"
     far.open.set()
     assert [one.result() for one in waiting] == [None] * 3
 
