@@ -206,7 +206,7 @@ def test_a_connection_without_calls_ends():
     with serving(Timings(grpc_idle=0.2)) as (_, controller, address), open_channel(address) as channel:
         channel.subscribe(states.append)
         assert not beat(controller, address, channel).forgot
-        until(lambda: states[-1] is grpc.ChannelConnectivity.IDLE, "the server closed it", HANG_SECONDS / 2)
+        until(lambda: states[-1:] == [grpc.ChannelConnectivity.IDLE], "the server closed it", HANG_SECONDS / 2)
         assert not beat(controller, address, channel).forgot
 
 
