@@ -119,7 +119,7 @@ def beside(engine: TickEngine, name: str, number: int) -> dict[str, Any]:
         "seconds": [one.seconds for one in passes],
         "joined": next((one.seconds for one in passes if f"cold-{number}" in one.requests), float("nan")),
         "first": request.first - request.began if request.first else float("nan"),
-        "void": sum(request.startswith("warm") for one in passes for request in one.failures),
+        "void": sum(each.startswith("warm") for one in passes for each in one.failures),
         "failed": request.failure.code if request.failure else "",
     }
 
@@ -197,16 +197,7 @@ def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "case": case,
         "engine": way,
-        "alone_p50_ms": statistics.median(lone) * 1e3,
-        "alone_p99_ms": p99(lone) * 1e3,
-        "warm_p50_ms": statistics.median(warm) * 1e3,
-        "warm_p99_ms": p99(warm) * 1e3,
-        "pass_p50_ms": statistics.median(passes) * 1e3,
-        "pass_p99_ms": p99(passes) * 1e3,
-        "p50_alone": statistics.median(passes) / statistics.median(lone),
-        "p99_alone": p99(passes) / p99(lone),
-        "p50_warm": statistics.median(passes) / statistics.median(warm),
-        "p99_warm": p99(passes) / p99(warm),
+        **percentiles("pass", passes, alone=lone, warm=warm),
         "joined_ms": statistics.median(each["joined"] for each in found) * 1e3,
         "again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3,
         "first_ms": statistics.median(each["first"] for each in found) * 1e3,
@@ -214,6 +205,16 @@ def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "failed": ", ".join(sorted({one["failed"] for one in found if one["failed"]})) or "-",
         "passes": len(passes),
     }
+
+
+def percentiles(name: str, seen: Sequence[float], **references: Sequence[float]) -> dict[str, float]:
+    """Return p50 and p99 of these seconds and of the references, in ms, and their ratios to those of each reference."""
+    found: dict[str, float] = {}
+    for at, of in (("p50", statistics.median), ("p99", p99)):
+        found[f"{name}_{at}_ms"] = of(seen) * 1e3
+        for reference, others in references.items():
+            found |= {f"{reference}_{at}_ms": of(others) * 1e3, f"{at}_{reference}": of(seen) / of(others)}
+    return found
 
 
 def p99(seen: Sequence[float]) -> float:
@@ -233,7 +234,7 @@ def main() -> None:
     given = harness.flags(__doc__, rounds=10, remote_rounds=2, fetch_seconds=5.0)
     harness.one_thread()
     rows = measure(given.rounds, given.remote_rounds, given.fetch_seconds)
-    harness.show(given, rows, harness.table("A cold adapter beside warm requests", rows, COLUMNS))
+    harness.show(given, rows, harness.table("A cold adapter beside warm requests", rows, COLUMNS), width=220)
 
 
 if __name__ == "__main__":

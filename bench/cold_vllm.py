@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.cold_neighbour import ADAPTERS, LOAD_SECONDS, PROMPT, ROOM, WARM, make, p99
+from bench.cold_neighbour import ADAPTERS, LOAD_SECONDS, PROMPT, ROOM, WARM, make, percentiles
 from bench.tick_engine import AnyPace
 
 WAYS, WARM_REQUESTS, LONGEST, WARM_UP = ("admitted", "loaded"), 4, 1024, 20
@@ -156,10 +156,7 @@ def _row(way: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     alone, gaps = ([one for each in found for one in each[key]] for key in ("alone", "gaps"))
     warm = [one for each in found for one in each["warm"]["gaps"]]
     row = {"engine": way, "missed": sum(each["missed"] for each in found), "gaps": len(gaps)}
-    for name, seen in (("alone", alone), ("warm", warm), ("gap", gaps)):
-        row |= {f"{name}_p50_ms": statistics.median(seen) * 1e3, f"{name}_p99_ms": p99(seen) * 1e3}
-    for name in ("alone", "warm"):
-        row |= {f"{at}_{name}": row[f"gap_{at}_ms"] / row[f"{name}_{at}_ms"] for at in ("p50", "p99")}
+    row |= percentiles("gap", gaps, alone=alone, warm=warm)
     row |= {f"{key}_ms": statistics.median(each[key] for each in found) * 1e3 for key in ("first", "joined")}
     return row | {"again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3}
 
@@ -178,7 +175,7 @@ def main() -> None:
         os.environ.setdefault(f"VLLM_{name}", value)
     harness.one_thread()
     rows = measure(given.rounds)
-    harness.show(given, rows, harness.table("A cold adapter beside warm requests in vLLM", rows, COLUMNS))
+    harness.show(given, rows, harness.table("A cold adapter beside warm requests in vLLM", rows, COLUMNS), width=200)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Weights:
         without a copy where they have the file's dtype and layout. Raises as `read` does."""
         with _naming(self.path, site, expert):
             for one, (a, b) in zip(self._at(site).get(expert, ()), places, strict=True):
-                self._matrix(one.kind.a, one.a_begin, (one.kind.part.lora_rank, self._spec.in_width(site)), a)
+                self._read_a(one, site, a)
                 if one.kind.fused or one.kind.interleaved:
                     b.copy_(self._read_b(one, site, expert))
                 else:
@@ -76,8 +76,8 @@ class Weights:
             last = self._last_site = site, self.outline.at(site)
         return last[1]
 
-    def _read_a(self, pair: PairOutline, site: Site) -> torch.Tensor:
-        return self._matrix(pair.kind.a, pair.a_begin, (pair.kind.part.lora_rank, self._spec.in_width(site)))
+    def _read_a(self, pair: PairOutline, site: Site, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._matrix(pair.kind.a, pair.a_begin, (pair.kind.part.lora_rank, self._spec.in_width(site)), out)
 
     def _read_b(self, pair: PairOutline, site: Site, expert: int) -> torch.Tensor:
         shape = _shape_b(pair)

@@ -80,7 +80,7 @@ class NewShards:
                         f"its fit is unknown: {reason}; mend or remove it, or unpin it if no request uses it"
                     )
             elif sizes.unmeasured([handle]) is None:
-                if unfit := self._unfit([handle]):
+                if unfit := admission.unfit(sizes, {handle}, layout):
                     raise unfit
                 self._fitting.add(handle)
             elif handle in active or not self._is_elsewhere(handle, is_late):

@@ -124,8 +124,7 @@ class ShardSync:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
         files, and load it where there is room, or when a step needs it. `asked`: a request waits for that."""
         with self.lock:
-            load = self._message(record)
-            load.eager, load.asked = eager, asked
+            load = self._message(record, eager, asked)
             shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
             if (other := self.other) is not None:
                 other.spread.add([record.handle])
@@ -138,8 +137,7 @@ class ShardSync:
         """Have one shard measure an adapter that a request waits for, unless it has."""
         with self.lock:
             if (owner := self.of(handle)) is not None and owner.sizes.of(record.handle, handle.shard) is None:
-                load = self._message(record)
-                load.asked = True
+                load = self._message(record, asked=True)
                 owner._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
 
     def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
@@ -172,7 +170,7 @@ class ShardSync:
         self._note(record, shard)
         self._prewarming.send()
 
-    def _message(self, record: Record) -> pb.Load:
+    def _message(self, record: Record, eager: bool = False, asked: bool = False) -> pb.Load:
         return pb.Load(
             handle=record.handle,
             path=record.path,
@@ -182,6 +180,8 @@ class ShardSync:
             listed=self._catalog.is_wanted(record),
             pinned=record.pinned and self._catalog.is_listed(record),
             sent=self.sends,
+            eager=eager,
+            asked=asked,
         )
 
     def note(self, handle: int) -> list[PendingCommand]:
@@ -280,8 +280,7 @@ class ShardSync:
         self.prewarm.offer(record.handle for record in records if record.handle in self.spread.on_all)
         for record in records:  # a shard that has one keeps only the record
             if record.handle in self.spread.on_all:
-                load = self._message(record)
-                load.eager = record.handle in first
+                load = self._message(record, eager=record.handle in first)
                 self._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
             elif handle.shard in self.spread.keepers(record.handle):
                 handle.commands.send(pb.ShardCommand(note=self._message(record)))

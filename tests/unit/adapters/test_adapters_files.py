@@ -5,6 +5,7 @@ import os
 import re
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,14 @@ def test_a_file_cut_short_while_it_is_open(tmp_path):
     with open_adapter(tmp_path, spec_of()) as adapter:
         file = tmp_path / "adapter_model.safetensors"
         os.truncate(file, file.stat().st_size - 900)
-        with pytest.raises(AdapterFormatError, match=r"expert 2: adapter_model\.safetensors: got the end of the file"):
-            adapter.read(specs.Site(1, "gate_up"), 2)
-        with pytest.raises(AdapterFormatError, match=r"expert 2: adapter_model\.safetensors: got the end of the file"):
-            parts = adapter.parts(specs.Site(1, "gate_up"), 2)
-            widths = [(one.lora_rank, one.out_end - one.out_begin) for one in parts]
-            places = [
-                (torch.empty(rank, spec_of().in_width(specs.Site(1, "gate_up"))), torch.empty(out, rank))
-                for rank, out in widths
-            ]
-            adapter.read_into(specs.Site(1, "gate_up"), 2, places)
+        site = specs.Site(1, "gate_up")
+        sizes = [(one.lora_rank, one.out_end - one.out_begin) for one in adapter.parts(site, 2)]
+        places = [(torch.empty(rank, spec_of().in_width(site)), torch.empty(out, rank)) for rank, out in sizes]
+        for read in (adapter.read, partial(adapter.read_into, places=places)):
+            with pytest.raises(
+                AdapterFormatError, match=r"expert 2: adapter_model\.safetensors: got the end of the file"
+            ):
+                read(site, 2)
 
 
 # ---- several files
