@@ -57,6 +57,11 @@ def make(work: Path, **sizes: Any) -> int:
     return weights.stat().st_size
 
 
+def cold_adapters() -> Iterator[str]:
+    """Name one adapter after the other, for ever, each evicted by then; those that the server prewarmed come last."""
+    return itertools.cycle([f"a{index}" for index in (*range(ROOM, ADAPTERS), *range(WARM, ROOM))])
+
+
 class SlowFiles(SimpleHTTPRequestHandler):
     """Answers after `seconds` where weights are asked for, or once `opened` is set."""
 
@@ -169,7 +174,7 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
         flags += ["--host-link-gbps", f"{gbps:.6f}", "--disk-cache", str(work / "cache")]
         with harness.serving(work, *flags) as server:
             harness.a_core_each(server.address)
-            turn = itertools.cycle([f"a{index}" for index in range(WARM, ADAPTERS)])
+            turn = cold_adapters()
             numbers = itertools.count()
             with contextlib.closing(Engines(server.address, LONG_SECONDS)) as engines:
                 for _ in harness.progress(range(rounds), "disk"):

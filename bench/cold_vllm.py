@@ -22,12 +22,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.cold_neighbour import ADAPTERS, LOAD_SECONDS, PROMPT, ROOM, WARM, make, percentiles
+from bench.cold_neighbour import LOAD_SECONDS, PROMPT, ROOM, WARM, cold_adapters, make, percentiles
 from bench.tick_engine import AnyPace
 
 WAYS, WARM_REQUESTS, LONGEST, WARM_UP = ("admitted", "loaded"), 4, 1024, 20
@@ -141,15 +140,11 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         with harness.serving(work, *flags) as server:
             harness.a_core_each(server.address)
             os.environ["LORA_SERVER_ADDRESS"] = server.address
-            measured, turn = Rounds(Engine(work / "base")), _turn()
+            measured, turn = Rounds(Engine(work / "base")), cold_adapters()
             for _ in harness.progress(range(rounds), "rounds"):
                 for way in WAYS:
                     found[way].append(measured.run(way, next(turn)))
     return [_row(way, each) for way, each in found.items()]
-
-
-def _turn() -> Iterator[str]:
-    return itertools.cycle(f"a{index}" for index in range(WARM, ADAPTERS))
 
 
 def _row(way: str, found: list[dict[str, Any]]) -> dict[str, Any]:
