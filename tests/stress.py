@@ -1,5 +1,5 @@
-"""`make stress N=10`: every test N times in random orders, while three busy processes per core run; prints each test
-that ever failed, and in which runs.
+"""`make stress N=10`: every test N times in random orders, on a machine that is kept at a load of three times its cores;
+prints each test that ever failed, and in which runs.
 
 `ARGS` are pytest's: paths, -k, -m. Paths below tests/vllm run in vLLM's environment, two processes at a time.
 """
@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
@@ -21,7 +24,7 @@ from rich.table import Table
 
 from lora_server.demo import children
 
-LOAD = 3  # busy processes per core
+LOAD, LOOK_SECONDS = 3, 0.1  # threads per core that run or could, with those of the tests
 VLLM = Path("tests/vllm")
 SPIN = "x = 1.0\nwhile True:\n    for _ in range(1000): x = x * 1.0000001 % 7.0"
 PYTEST = [sys.executable, "-m", "pytest", "--dist", "loadfile", "--no-loadscope-reorder"]  # else xdist sorts files
@@ -46,6 +49,8 @@ def main() -> int:
     if len(ours) < len(paths) or (not paths and Path(IN_VLLM[0]).exists()):
         suites.append([*IN_VLLM, *([one for one in paths if one not in ours] or [str(VLLM)])])
     busy = [children.start([sys.executable, "-c", SPIN]) for _ in range(LOAD * (os.cpu_count() or 1))]
+    over = threading.Event()
+    threading.Thread(target=_keep_busy, args=(busy, over), daemon=True).start()
     failed, console = defaultdict[str, list[int]](list), Console()
     try:
         for seed in range(given.seed, given.seed + given.runs):
@@ -54,10 +59,23 @@ def main() -> int:
                 for name in _failures([*command, *options], seed):
                     failed[name].append(seed)
     finally:
+        over.set()
         for one in busy:
+            one.send_signal(signal.SIGCONT)
             children.stop(one)
     _show(failed, given.runs, console)
     return 1 if failed else 0
+
+
+def _keep_busy(busy: list[subprocess.Popen[bytes]], over: threading.Event) -> None:
+    """Have as many of these processes run as the rest of the machine leaves room for, until it is over."""
+    going = len(busy)
+    while not over.wait(LOOK_SECONDS):
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        wanted = min(max(0, len(busy) - (running - going)), len(busy))
+        for number in range(min(going, wanted), max(going, wanted)):
+            busy[number].send_signal(signal.SIGCONT if wanted > going else signal.SIGSTOP)
+        going = wanted
 
 
 def _failures(command: list[str], seed: int) -> list[str]:

@@ -206,6 +206,7 @@ class ControllerProcess:
         self.controller.clients.expire()
         self.controller.arrivals.settle()
         self.controller.adapters.admission.cut_off()
+        self.controller.adapters.admission.tell_ended()
         self.controller.adapters.admission.admit()
         control.set_ready(not self._not_ready())
 

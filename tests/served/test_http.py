@@ -201,7 +201,7 @@ def test_a_server_without_descriptors_fills_no_log(tmp_path):
 def test_an_answer_that_nobody_reads_ends():
     length = 1 << 24  # more than the kernel keeps for a reader
     with (
-        serving(lambda: "x" * length, request_seconds=3.0) as server,
+        serving(lambda: "x" * length, request_seconds=6.0) as server,
         opened(server.port, request(path=b"/readyz")) as connection,
     ):
         assert connection.recv(100).startswith(b"HTTP/1.1 503")

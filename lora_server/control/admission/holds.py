@@ -165,7 +165,11 @@ class SetChange:
 
 class HoldUpdates:
     """Collects which adapters became active and held, until it is flushed. Not thread-safe, but for `together`:
-    `AdmissionService` has the lock, which is this one."""
+    `AdmissionService` has the lock, which is this one.
+
+    What only ended is sent with the next that began, or within a second: a message to 256 shards is dear, and a shard
+    that still keeps an adapter in use takes no harm. See `AdmissionService.tell_ended`.
+    """
 
     def __init__(self, send: Callable[[pb.ShardCommand], object], lock: AbstractContextManager[Any]) -> None:
         self._send, self._lock = send, lock
@@ -203,8 +207,9 @@ class HoldUpdates:
                 self.flush()
 
     def flush(self, now: bool = False) -> None:
-        """Send what changed, unless this thread defers it; with `now` in any case."""
-        if getattr(self._local, "defers", False) and not now:
+        """Send what changed if anything began, unless this thread defers it; with `now` in any case."""
+        began = bool(self._active.more) or any(change.more for change in self._held.values())
+        if not now and (not began or getattr(self._local, "defers", False)):
             return
         uses = pb.Uses()
         for client, change in self._held.items():

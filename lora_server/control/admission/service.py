@@ -284,6 +284,11 @@ class AdmissionService:
             if over:
                 self.collect()
 
+    def tell_ended(self) -> None:
+        """Tell shards what is out of use since they were last told of anything. To be called about once a second."""
+        with self._changed:
+            self.queue.updates.flush(now=True)
+
     def collect(self) -> None:
         """Drop what drains and no client holds or awaits any more, and admit what fits now. To be called after a
         change of the catalog."""
