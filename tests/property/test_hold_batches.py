@@ -84,6 +84,7 @@ class Server:
 
     def told(self):
         """What the shard knows at the end."""
+        self.controller.adapters.admission.tell_ended()
         self.shard.commands.close()
         active, held = set(), {}
         for command in self.shard.commands:
@@ -121,6 +122,7 @@ def test_a_batch_tells_shards_once_and_nothing_that_it_took_back():
 
     def batch(entries):
         server.batch(0, entries)
+        server.controller.adapters.admission.tell_ended()
         uses.extend(command.uses for command in commands(server) if command.HasField("uses"))
 
     batch([pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=1)) for name in "a"])
@@ -148,18 +150,21 @@ def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
     for ticket, name in enumerate("ab", 1):
         server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=ticket))])
     server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    server.controller.adapters.admission.tell_ended()
     uses = commands(server)[0].uses
     assert ([*uses.active.more], [*uses.active.fewer]) == ([2], [1])
     assert [([*one.more], [*one.fewer]) for one in uses.holds] == [([1], []), ([2], []), ([], [1])]
     server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3))])
     server.shard.commands.send(pb.ShardCommand(drop=9))
     server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    server.controller.adapters.admission.tell_ended()
     kinds = [command.WhichOneof("command") for command in commands(server)]
     assert kinds == ["uses", "drop", "uses"], "no command is overtaken by what comes after it"
 
 
 def test_shards_hear_of_the_first_hold_and_the_last_release_of_a_client_alone():
-    """In one command each, however many requests of its engine use the adapter meanwhile."""
+    """In one command each, however many requests of its engine use the adapter meanwhile; of the last with what begins
+    next, or once a second."""
     server, told = Server(), []
     updates = server.controller.adapters.admission.queue.updates
     send, updates._send = updates._send, lambda command: (told.append(copy.deepcopy(command.uses)), send(command))
@@ -167,5 +172,12 @@ def test_shards_hear_of_the_first_hold_and_the_last_release_of_a_client_alone():
         server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=ticket))])
     for _ in range(3):
         server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
-    changes = [([*one.active.more, *one.holds[0].more], [*one.active.fewer, *one.holds[0].fewer]) for one in told]
-    assert changes == [([1, 1], []), ([], [1, 1])]
+    server.batch(1, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["b"], ticket=4))])
+    server.batch(1, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[2]))])
+    for _ in range(2):
+        server.controller.adapters.admission.tell_ended()
+    changes = [([*one.active.more], [*one.active.fewer]) for one in told]
+    assert changes == [([1], []), ([2], [1]), ([], [2])]
+    first, second = (proof.client for proof in server.proofs)
+    holds = [{hold.client: ([*hold.more], [*hold.fewer]) for hold in one.holds} for one in told]
+    assert holds == [{first: ([1], [])}, {first: ([], [1]), second: ([2], [])}, {second: ([], [2])}]
