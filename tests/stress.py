@@ -1,4 +1,4 @@
-"""`make stress N=10`: every test N times in random orders, on a machine that is kept at a load of three times its cores;
+"""`make stress N=10`: every test N times in random orders, on a machine kept at a load of three times its cores;
 prints each test that ever failed, and in which runs.
 
 `ARGS` are pytest's: paths, -k, -m. Paths below tests/vllm run in vLLM's environment, two processes at a time.
