@@ -66,7 +66,7 @@ class ShardAdapters:
             elif eager:
                 self._want(entry, Want(Reason.ADD, done, done=done))
             else:
-                self._measure(entry, done, fetches=asked, first=asked)
+                self._measure(entry, done, asked)
 
     def prewarm(self, handle: int, done: Done) -> None:
         """Reserve free device memory for an adapter, and load it while there is no demand; any demand may evict it.
@@ -117,7 +117,7 @@ class ShardAdapters:
                 self._lock.owe((done, entry.failure.error))
                 return
             if entry.footprint.size is None:
-                self._measure(entry, measured, fetches=True)
+                self._measure(entry, measured, asked=True)
                 return
             try:
                 self._claims.check_pin(entry)
@@ -198,12 +198,14 @@ class ShardAdapters:
         if entry.retry(time.monotonic()):
             self._lock.owe(*self._queue.requeue(entry))
 
-    def _measure(self, entry: AdapterEntry, done: Done, fetches: bool, first: bool = False) -> None:
-        """Queue the entry to be measured. `fetches`: a request or an operator waits, so that fetching its files is a
+    def _measure(self, entry: AdapterEntry, done: Done, asked: bool) -> None:
+        """Queue the entry to be measured. `asked`: a request or an operator waits, so that fetching its files is a
         demand."""
-        reason = Reason.FETCH if fetches and self._planner.layers.lacks_files(entry) else Reason.MEASURE
-        self._want(entry, Want(reason, done, done=done), first and reason is Reason.MEASURE)
+        reason = Reason.MEASURE
+        if asked:
+            reason = Reason.FETCH if self._planner.layers.lacks_files(entry) else Reason.ASKED
+        self._want(entry, Want(reason, done, done=done))
 
-    def _want(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:
-        self._queue.add(entry, want, first)
+    def _want(self, entry: AdapterEntry, want: Want) -> None:
+        self._queue.add(entry, want)
         self._lock.notify()

@@ -31,7 +31,7 @@ NEVER = float("inf")
 
 
 class Reason(Enum):
-    """Reason to load an adapter. The last three are no demand: they evict nothing."""
+    """Reason to load an adapter. The last four are no demand: they evict nothing."""
 
     STEP = "a step waits for one of its layers"
     PREFETCH = "a client announced steps that need it"
@@ -40,6 +40,7 @@ class Reason(Enum):
     ADD = "`adapters add` waits for it"
     PIN = "`adapters pin` waits for it"
     FETCH = "its files have to be fetched before they can be measured"
+    ASKED = "a request or an operator waits until its files are measured"
     MEASURE = "its files have to be measured"
     PREWARM = "the controller loads it before a request needs it"
     PRELOAD = "it fills idle memory"
@@ -50,7 +51,7 @@ class Reason(Enum):
         return self not in _BACKGROUND
 
 
-_BACKGROUND = frozenset({Reason.MEASURE, Reason.PREWARM, Reason.PRELOAD})
+_BACKGROUND = frozenset({Reason.ASKED, Reason.MEASURE, Reason.PREWARM, Reason.PRELOAD})
 
 
 class Want(NamedTuple):

@@ -11,20 +11,22 @@ from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.memory.entry import AdapterEntry, Answer, Reason, Want
 
 _AWAITED = frozenset({Reason.ADD, Reason.PIN})  # answered when the adapter is complete
-_MEASURES = frozenset({Reason.FETCH, Reason.MEASURE})  # answered when its size is known
+_MEASURES = frozenset({Reason.FETCH, Reason.ASKED, Reason.MEASURE})  # answered when its size is known
 
 
 class Level(IntEnum):
     """Urgency of a want. Demands are ordered by deadline, the others first in, first out."""
 
     DEMAND = 0
-    MEASURE = 1
-    PREWARM = 2
+    ASKED = 1
+    MEASURE = 2
+    PREWARM = 3
 
     @classmethod
     def of(cls, reason: Reason) -> Level:
         """Return the level of a reason."""
-        return cls.DEMAND if reason.is_demand else cls.MEASURE if reason is Reason.MEASURE else cls.PREWARM
+        measures = {Reason.ASKED: cls.ASKED, Reason.MEASURE: cls.MEASURE}
+        return cls.DEMAND if reason.is_demand else measures.get(reason, cls.PREWARM)
 
 
 class LoadQueue:
@@ -43,15 +45,12 @@ class LoadQueue:
 
     # -- wants
 
-    def add(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:
-        """Record a want, and queue the entry if anything of it is left to load. `first`: before others of its level."""
+    def add(self, entry: AdapterEntry, want: Want) -> None:
+        """Record a want, and queue the entry if anything of it is left to load."""
         entry.wants[want.owner] = want
         if entry.is_settled():
             return
-        queue = self._queued[Level.of(want.reason)]
-        queue[entry] = None
-        if first:
-            queue.move_to_end(entry, last=False)
+        self._queued[Level.of(want.reason)][entry] = None
         self._note(entry)
 
     def demand(self, entries: Iterable[AdapterEntry], layer: int | None, owner: Hashable, deadline: float) -> None:
@@ -143,21 +142,23 @@ class LoadQueue:
 
     def expire(self, now: float) -> list[AdapterEntry]:
         """Remove and return the entries that no want needs to be queued any more."""
-        demands, measures = self._queued[Level.DEMAND], self._queued[Level.MEASURE]
+        demands = self._queued[Level.DEMAND]
         for entry in demands:
             entry.expire_wants(now)
         over = [entry for entry in demands if entry.is_settled() or not entry.is_wanted()]
         for entry in over:
             del demands[entry]
-        while measures and ((first := next(iter(measures))).failure or first.footprint.size is not None):
-            over.append(measures.popitem(last=False)[0])
+        for measures in (self._queued[Level.ASKED], self._queued[Level.MEASURE]):
+            while measures and ((first := next(iter(measures))).failure or first.footprint.size is not None):
+                over.append(measures.popitem(last=False)[0])
         return over
 
     def in_order(self) -> list[AdapterEntry]:
         """Return the entries to try now: all demands by deadline, those without one that clients hold first, and first
-        in, first out; then the first to measure; without a demand, also the first to prewarm."""
+        in, first out; then the first to measure that is asked for, and that is not; without a demand, also the first to
+        prewarm."""
         demands = self._queued[Level.DEMAND]
         ordered = sorted(demands, key=lambda one: (one.deadline(), not one.active, len(one.copies.ready)))
-        for level in (Level.MEASURE,) if demands else (Level.MEASURE, Level.PREWARM):
+        for level in (Level.ASKED, Level.MEASURE, *(() if demands else (Level.PREWARM,))):
             ordered += [entry for entry, _ in zip(self._queued[level], range(1), strict=False)]
         return ordered

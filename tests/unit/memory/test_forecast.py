@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_server.memory.entry import NEVER, AdapterEntry, Source
+from lora_server.memory.entry import NEVER, AdapterEntry, Reason, Source, Want
+from lora_server.memory.load_queue import LoadQueue
 from lora_server.memory.planner import LoadForecast
 from tests.support.serving import until
 from tests.support.stores import SECONDS, Done, bytes_of, load, source_of
@@ -30,6 +31,20 @@ def test_what_is_queued_before_counts_and_what_is_unknown_delays_nothing():
     forecast.note("disk", 100, 0.1)
     expected = forecast.expect([first, absent, unmeasured, last])
     assert [expected[one] for one in (first, absent, unmeasured, last)] == pytest.approx([0.75, NEVER, NEVER, 1.25])
+
+
+def test_what_requests_ask_for_is_measured_in_their_order_and_before_the_rest():
+    queue = LoadQueue(lambda one: None)
+    for number, reason in enumerate([Reason.MEASURE, Reason.ASKED, Reason.MEASURE, Reason.ASKED]):
+        unmeasured = entry(number, 0)
+        unmeasured.footprint.size = None
+        queue.add(unmeasured, Want(reason, number))
+    order = []
+    while ordered := queue.in_order():
+        order.append(ordered[0].handle)
+        ordered[0].footprint.size = 0
+        assert queue.expire(0.0) == ordered[:1]
+    assert order == [1, 3, 0, 2]
 
 
 def test_the_newest_layers_count_most():

@@ -208,6 +208,7 @@ def test_adapters_are_loaded_in_the_order_in_which_they_are_needed(case, adapter
     assert [one.result() for one in looked_at] == [None] * 3
     store.adapters.prewarm(8, Done(store))
     complete(store, 4, 8)
+    until(lambda: (8, 0) in gate.loaded, "the last layer was reported, which comes after it is there")
     found = [handle for handle, left in gate.loaded if handle != 4 and left is not None]
     assert found == [handle for handle in expected for _ in range(4)]
 
