@@ -6,12 +6,16 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Set
-from typing import Any
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_server.errors import ConfigError
-from provisioning.arrays import Floats
+
+if TYPE_CHECKING:
+    from provisioning.arrays import Floats
+
+Found = TypeVar("Found")
+Word = TypeVar("Word", bound=str)
 
 
 class InputError(ConfigError, ValueError):
@@ -20,6 +24,8 @@ class InputError(ConfigError, ValueError):
 
 def normalised(popularity: Any, name: str = "popularity") -> Floats:
     """Return probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
+    import numpy as np  # here and below: the command imports this module for --help, too
+
     try:
         weights_N = np.asarray(_numbers(popularity), dtype=float)
     except (TypeError, ValueError, OverflowError) as error:
@@ -39,6 +45,8 @@ def normalised(popularity: Any, name: str = "popularity") -> Floats:
 
 def _numbers(popularity: Any) -> Any:
     """Refuse what numpy would convert and is no number: text, truth values, the keys of a mapping."""
+    import numpy as np
+
     if isinstance(popularity, np.ndarray):
         if popularity.dtype.kind not in "iufO":
             raise TypeError(f"of {popularity.dtype}")
@@ -50,6 +58,30 @@ def _numbers(popularity: Any) -> Any:
     if odd is not None:
         raise TypeError(f"one of them is {odd!r}")
     return values
+
+
+def named(flag: str, read: Callable[..., Found], given: Any) -> Found:
+    """Call a reader of the server's; its ConfigError becomes an InputError that begins with the flag."""
+    try:
+        return read(given)
+    except ConfigError as error:
+        raise InputError(f"{flag}: {error}") from None
+
+
+def text_of(file: Path, where: str, encoding: str = "utf-8") -> str:
+    """Read a file; raises InputError that begins with `where`."""
+    try:
+        return file.read_text(encoding=encoding)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{where} cannot be read: {error}") from None
+
+
+def one_of(flag: str, given: str, *known: Word) -> Word:
+    """Return the known word that was given; raises InputError for another one."""
+    found = next((word for word in known if word == given), None)
+    if found is None:
+        raise InputError(f"{flag}: got {given!r}, expected {', '.join(known[:-1])} or {known[-1]}")
+    return found
 
 
 def parsed(text: str, where: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -66,28 +98,19 @@ def parsed(text: str, where: str, object_pairs_hook: Callable[[list[tuple[str, A
 
 def positive(value: Any, name: str, most: float = math.inf) -> float:
     """Return a finite float above zero, at most `most`; raises InputError for another value."""
-    number = _number(value, name)
-    if not 0 < number <= most:
-        span = "above 0" if most == math.inf else f"above 0 and at most {most:,.0f}"
-        raise InputError(f"{name}: got {value}, expected a number {span}")
-    return number
+    span = "above 0" if most == math.inf else f"above 0 and at most {most:,.0f}"
+    return _number(value, name, lambda number: 0 < number <= most, f"a number {span}")
 
 
 def non_negative(value: Any, name: str, most: float = math.inf) -> float:
     """Return a finite float, zero or more, at most `most`; raises InputError for another value."""
-    number = _number(value, name)
-    if not 0 <= number <= most:
-        span = ">= 0" if most == math.inf else f"in [0, {most:,.0f}]"
-        raise InputError(f"{name}: got {value}, expected a number {span}")
-    return number
+    span = ">= 0" if most == math.inf else f"in [0, {most:,.0f}]"
+    return _number(value, name, lambda number: 0 <= number <= most, f"a number {span}")
 
 
 def share(value: Any, name: str) -> float:
     """Return a float in (0, 1]; raises InputError for another value."""
-    number = _number(value, name)
-    if not 0 < number <= 1:
-        raise InputError(f"{name}: got {value}, expected a share in (0, 1], such as 0.95")
-    return number
+    return _number(value, name, lambda number: 0 < number <= 1, "a share in (0, 1], such as 0.95")
 
 
 def count(value: Any, name: str, low: int, high: int | None = None) -> int:
@@ -102,7 +125,7 @@ def count(value: Any, name: str, low: int, high: int | None = None) -> int:
     return number
 
 
-def _number(value: Any, name: str) -> float:
+def _number(value: Any, name: str, fits: Callable[[float], bool], expected: str) -> float:
     if isinstance(value, (str, bytes, bool)):
         raise InputError(f"{name}: got {value!r}, expected a number")
     try:
@@ -111,4 +134,6 @@ def _number(value: Any, name: str) -> float:
         raise InputError(f"{name}: got {value!r}, expected a number") from None
     if not math.isfinite(number):
         raise InputError(f"{name}: got {value}, expected a finite number")
+    if not fits(number):
+        raise InputError(f"{name}: got {value}, expected {expected}")
     return number

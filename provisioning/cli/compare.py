@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from provisioning.cli.console import one_line_errors, progress, save
+from provisioning.cli.console import Json, one_line_errors, progress, save, say_json
 from provisioning.cli.flags import given_by, plan_flags
+from provisioning.inputs import InputError, count, positive
 
 if TYPE_CHECKING:
     from provisioning.plan.question import Scenario
@@ -31,14 +31,15 @@ def compare(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot: a file .svg or .png (default: none).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report (default: none).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare GPUs over requests/s, by the model: coupled, disaggregated, 8-bit wire, hot-merged, merged base.
 
     The question takes `provision`'s own options: --slo, --model, --adapters, --request-rate and so on.
     """
     with one_line_errors():
-        _check(plot)
+        if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
+            raise InputError(f"--plot: got {plot}, expected a file that ends in .svg or .png")
         with progress(shown=not as_json) as say:
             found = _compared(context, budget, sizes, say)
         from provisioning.report import fronts
@@ -48,23 +49,17 @@ def compare(
         if report is not None:
             save(report, fronts.html(found), "--report")
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        say_json(found.as_json())
     else:
         _print(found)
 
 
-def _check(plot: Path | None) -> None:
-    from provisioning.inputs import InputError
-
-    if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
-        raise InputError(f"--plot: got {plot}, expected a file that ends in .svg or .png")
-
-
 def _compared(context: typer.Context, budget: int | None, sizes: str | None, say: Any) -> Comparison:
-    from provisioning.inputs import InputError, count, positive
     from provisioning.plan import fronts
     from provisioning.plan.scenario import scenario
+    from provisioning.report import words
     from provisioning.report.fronts import Comparison
+    from provisioning.report.render import question_with
 
     given = given_by(context.find_root().command, context.args)
     asked = scenario(plan_flags(given))
@@ -86,7 +81,7 @@ def _compared(context: typer.Context, budget: int | None, sizes: str | None, say
         found[line] = fronts.front(line, asked, _FACTORS, each)
     price = given["price_per_gpu_hour"]
     return Comparison(
-        question=_question(asked),
+        question=question_with(asked, f", {words.number(asked.workload.lengths.mean_tokens)} tokens a request"),
         command=shlex.join(["provision", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         rates=tuple(asked.request_rate * factor for factor in _FACTORS),
@@ -100,7 +95,6 @@ def _compared(context: typer.Context, budget: int | None, sizes: str | None, say
 
 
 def _sizes(text: str | None, asked: Scenario) -> list[int]:
-    from provisioning.inputs import InputError
     from provisioning.plan.engines import checked_instance_gpus
 
     if text is None:
@@ -111,17 +105,6 @@ def _sizes(text: str | None, asked: Scenario) -> list[int]:
         raise InputError(f"--sizes: got {text!r}, expected numbers of GPUs such as 2,4,8") from None
     model = asked.model
     return [checked_instance_gpus(size, "--sizes", model.spec, model.cluster, model.base_dtype) for size in numbers]
-
-
-def _question(asked: Scenario) -> str:
-    from provisioning.report import words
-
-    model, slo, workload = asked.model, asked.slo, asked.workload
-    return (
-        f"{model.spec.name} on {model.cluster.gpu.name}: {words.count(workload.num_adapters, 'adapter')} of "
-        f"{workload.ranks or f'rank {model.lora_rank:,.12g}'}, {words.number(workload.lengths.mean_tokens)} tokens a "
-        f"request, TTFT p{slo.percentile:g} within {words.time(slo.ttft_us)}, TPOT within {words.time(slo.tpot_us)}"
-    )
 
 
 def _print(found: Comparison) -> None:
@@ -137,9 +120,6 @@ def _print(found: Comparison) -> None:
         costs.add_row(*row, style="bold" if place == found.asked else None)
     on.print(costs)
     on.print()
-    picks = screen.table(*fronts.HEADINGS, numbers=fronts.HEADINGS[1:4])
-    for pick in fronts.chosen(found):
-        picks.add_row(*pick)
-    on.print(picks)
+    on.print(screen.table(*fronts.HEADINGS, numbers=fronts.HEADINGS[1:4], rows=fronts.chosen(found)))
     for note in found.notes:
         on.print(note)

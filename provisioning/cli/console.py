@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from lora_server.errors import LoraServerError
+from provisioning.inputs import InputError
 
 BAD_INPUT = 2
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # of the click that typer uses, bundled or not: ClickException
 
 
@@ -39,10 +42,13 @@ def progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: line.update(task, description=text)
 
 
+def say_json(value: Any) -> None:
+    """Print one JSON document."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
 def save(path: Path, content: str | bytes, flag: str) -> None:
     """Write a file and say so on stderr; raises InputError that names the flag."""
-    from provisioning.inputs import InputError
-
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:

@@ -11,13 +11,13 @@ import numpy as np
 from provisioning.arrays import Ints
 from provisioning.iar.admissibility import Model, immediate_admissibility
 from provisioning.iar.models import offered_curve
-from provisioning.inputs import InputError, count, non_negative, positive
+from provisioning.inputs import InputError, count, non_negative, one_of, positive
 from provisioning.model import engine_steps
 from provisioning.plan.flags import SimulateFlags
 from provisioning.plan.judge import silent
 from provisioning.plan.scenario import workload
 from provisioning.simulation.measure import Estimate, adapters_within, parts, tpots_s
-from provisioning.simulation.run import SimulationResult, System, assign_greedily
+from provisioning.simulation.run import Order, SimulationResult, System, assign_greedily
 from provisioning.simulation.run import run as play
 from provisioning.simulation.steps import MOST_ENGINES, StepSystem, run_steps
 from provisioning.workload.requests import Requests
@@ -31,9 +31,11 @@ Play = Callable[[Requests], SimulationResult]
 
 def run(experiment: SimulateFlags, say: Callable[[str], None] = silent) -> dict[str, Any]:
     """Simulate; returns {"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
-    found, mode = workload(experiment), _checked(experiment)
+    found, mode = workload(experiment), one_of("--mode", experiment.mode, "disaggregated", "coupled")
+    order: Order = one_of("--order", experiment.order, "fcfs", "sjf")
+    one_of("--dispatch", experiment.dispatch, "any", "by-adapter")
     rate = _rate(experiment, found)
-    simulate = _stepped(experiment) if experiment.engine_profile else _clocked(experiment, found)
+    simulate = _stepped(experiment) if experiment.engine_profile else _clocked(experiment, found, order)
     slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms", MOST_MS) * 1e-3
     rows, in_flight = [], 0.0
     for seed in range(count(experiment.seeds, "--seeds", 2, 1000)):
@@ -42,11 +44,11 @@ def run(experiment: SimulateFlags, say: Callable[[str], None] = silent) -> dict[
         kept = parts(outcome)[-1]
         rows.append(_row(outcome, kept, slo_s))
         in_flight += float((outcome.finish_s - outcome.admit_s)[kept].mean()) * rate * found.peak / experiment.seeds
-    estimates = {name: _estimate(name, [row[name] for row in rows]) for name in rows[0]}
+    tops = {name: np.inf if name.endswith("_s") else 1.0 for name in rows[0]}
     if experiment.engine_profile is None:
         in_flight = rate * found.lengths.mean_tokens * experiment.step_ms * 1e-3 * found.peak
     return {
-        "simulated": {name: {"mean": e.mean, "interval": [e.low, e.high]} for name, e in estimates.items()},
+        "simulated": {name: Estimate.of([row[name] for row in rows], top).as_json() for name, top in tops.items()},
         "model_iar": _models(found, in_flight, experiment.cache_slots) if mode == "disaggregated" else {},
         "load": {"request_rate": rate, "global_batch": in_flight, "adapters": found.num_adapters, "peak": found.peak},
         "seeds": experiment.seeds,
@@ -75,19 +77,7 @@ def _models(found: Workload, in_flight: float, cache_slots: int) -> dict[str, fl
     return {model: immediate_admissibility(found.popularity, in_flight, slots, model) for model in get_args(Model)}
 
 
-def _checked(experiment: SimulateFlags) -> str:
-    """Return the mode; raises InputError for a word that an option does not take."""
-    for flag, value, known in (
-        ("--mode", experiment.mode, ("disaggregated", "coupled")),
-        ("--order", experiment.order, ("fcfs", "sjf")),
-        ("--dispatch", experiment.dispatch, ("any", "by-adapter")),
-    ):
-        if value not in known:
-            raise InputError(f"{flag}: got {value!r}, expected {' or '.join(known)}")
-    return experiment.mode
-
-
-def _clocked(experiment: SimulateFlags, found: Workload) -> Play:
+def _clocked(experiment: SimulateFlags, found: Workload, order: Order) -> Play:
     """Prepare instances with steps that all take --step-ms."""
     instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
     apart = experiment.dispatch == "by-adapter"
@@ -99,7 +89,7 @@ def _clocked(experiment: SimulateFlags, found: Workload) -> Play:
         shared=experiment.mode == "disaggregated",
         max_batch=None if experiment.max_batch is None else count(experiment.max_batch, "--max-batch", 1),
         load_s=_load_s(experiment),
-        order="sjf" if experiment.order == "sjf" else "fcfs",
+        order=order,
     )
     return lambda requests: play(requests, system)
 
@@ -128,10 +118,6 @@ def _stepped(experiment: SimulateFlags) -> Play:
 
 def _load_s(experiment: SimulateFlags) -> float:
     return non_negative(experiment.load_ms, "--load-ms", MOST_MS) * 1e-3
-
-
-def _estimate(name: str, values: list[float]) -> Estimate:
-    return Estimate.of(values) if name.endswith("_s") else Estimate.of(values, top=1.0)
 
 
 def _rate(experiment: SimulateFlags, found: Workload) -> float:

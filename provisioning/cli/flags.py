@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 
 from provisioning.cli.console import USAGE_ERROR
+from provisioning.inputs import InputError
 from provisioning.plan.flags import PlanFlags
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -48,8 +49,6 @@ def with_flags(flags: type[Any], *, optional: bool = False) -> Callable[[Command
 
 def given_by(command: Any, arguments: Sequence[str]) -> dict[str, Any]:
     """Parse arguments with `command`, the root; raises InputError."""
-    from provisioning.inputs import InputError
-
     try:
         with command.make_context("provision", list(arguments)) as context:
             return dict(context.params)
@@ -59,8 +58,6 @@ def given_by(command: Any, arguments: Sequence[str]) -> dict[str, Any]:
 
 def plan_flags(given: dict[str, Any]) -> PlanFlags:
     """The planner's options among parsed ones; raises InputError."""
-    from provisioning.inputs import InputError
-
     for name in ("slo", "model"):
         if given[name] is None:
             raise InputError(f"--{name}: missing; see provision --help")

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from lora_server import __version__
-from provisioning.cli.console import one_line_errors, progress, save
+from provisioning.cli.console import Json, one_line_errors, progress, save, say_json
 from provisioning.cli.flags import plan_flags, with_flags
+from provisioning.inputs import InputError, count, positive
 from provisioning.plan.flags import PlanFlags
 
 INFEASIBLE = 3
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def _version(asked: bool) -> None:
@@ -57,14 +57,12 @@ def plan(
 
 
 def _plan(given: dict[str, Any]) -> None:
-    from provisioning.inputs import InputError, count, positive
     from provisioning.plan.scenario import scenario
     from provisioning.report.result import answer
 
     question = scenario(plan_flags(given))
     price = given["price_per_gpu_hour"]
-    if price is not None:
-        price = positive(price, "--price-per-gpu-hour")
+    price = None if price is None else positive(price, "--price-per-gpu-hour")
     seeds = count(given["seeds"], "--seeds", 5, 1000)
     for name in ("out", "report", "emit"):
         if given[name] is not None and not given[name].parent.is_dir():
@@ -85,41 +83,23 @@ def _plan(given: dict[str, Any]) -> None:
 
 
 def _write(result: Any, given: dict[str, Any]) -> None:
+    from provisioning.report import document, emitted, html, screen, serve_file
+
+    for name in ("out", "emit"):
+        if given[name] is not None and not result.feasible:
+            typer.echo(f"{name}: {given[name]} not written, there is no plan", err=True)
     if given["out"] is not None and result.feasible:
-        from provisioning.report.serve_file import plan_yaml
-
-        save(given["out"], plan_yaml(result), "--out")
-    elif given["out"] is not None:
-        typer.echo(f"out: {given['out']} not written, there is no plan", err=True)
+        save(given["out"], serve_file.plan_yaml(result), "--out")
     if given["emit"] is not None and result.feasible:
-        _emit(given["emit"], result)
-    elif given["emit"] is not None:
-        typer.echo(f"emit: {given['emit']} not written, there is no plan", err=True)
+        try:
+            given["emit"].mkdir(exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--emit: {given['emit']} cannot be made: {error.strerror}") from None
+        for name, text in emitted.files(result).items():
+            save(given["emit"] / name, text, "--emit")
     if given["report"] is not None:
-        from provisioning.report.html import html
-
-        save(given["report"], html(result), "--report")
+        save(given["report"], html.html(result), "--report")
     if given["as_json"]:
-        import json
-
-        from provisioning.report.document import document
-
-        typer.echo(json.dumps(document(result), indent=2, allow_nan=False))
+        say_json(document.document(result))
     else:
-        from provisioning.report import screen
-
         screen.print_plan(result, screen.console())
-
-
-def _emit(directory: Path, result: Any) -> None:
-    from provisioning.inputs import InputError
-    from provisioning.report import emitted
-    from provisioning.report.serve_file import plan_yaml
-
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--emit: {directory} cannot be made: {error.strerror}") from None
-    texts = {emitted.TRACE: emitted.trace, emitted.COMMANDS: emitted.commands, emitted.PLAN: plan_yaml}
-    for name, write in texts.items():
-        save(directory / name, write(result), "--emit")

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from lora_server import spec
+from provisioning.cli.console import Json, say_json
 
 
-def glossary(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
+def glossary(as_json: Json = False) -> None:
     """The words of a plan: immediate admission, M*, Eq. 5, visible load and others."""
     from provisioning.report import screen
     from provisioning.report.glossary import TERMS
 
     if as_json:
-        typer.echo(json.dumps(TERMS, indent=2))
+        say_json(TERMS)
         return
-    shown = screen.table("word", "means")
-    for word, meaning in TERMS.items():
-        shown.add_row(word, meaning)
-    screen.console().print(shown)
+    screen.console().print(screen.table("word", "means", rows=TERMS.items()))
 
 
-def table4(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
+def table4(as_json: Json = False) -> None:
     """The latency model beside the paper's Table 4, with residuals; * is what it was fitted to."""
     from provisioning.model import table4 as table
 
     if as_json:
-        typer.echo(json.dumps(table.as_json(), indent=2))
+        say_json(table.as_json())
         return
     from provisioning.report import screen
 
@@ -46,11 +43,11 @@ def table4(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
 
 def models(
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank that the adapter sizes are given for.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The model presets: geometry, and the bytes of an adapter on all experts (2-byte elements)."""
     if as_json:
-        typer.echo(json.dumps([_row(preset, lora_rank) for preset in spec.PRESETS.values()], indent=2))
+        say_json([_row(preset, lora_rank) for preset in spec.PRESETS.values()])
         return
     from provisioning.report import screen
 

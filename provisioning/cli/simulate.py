@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from provisioning.cli.console import one_line_errors, progress
+from provisioning.cli.console import Json, one_line_errors, progress, say_json
 from provisioning.cli.flags import with_flags
 from provisioning.plan.flags import SimulateFlags
 
 
 @with_flags(SimulateFlags)
-def simulate(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False, **given: Any
-) -> None:
+def simulate(as_json: Json = False, **given: Any) -> None:
     """Simulate decode instances with a LoRA cache: rates, TTFT and attainment, with intervals."""
     with one_line_errors():
         from provisioning.cli.experiment import run
@@ -23,9 +18,9 @@ def simulate(
         with progress(shown=not as_json) as say:
             found = run(SimulateFlags(**given), say)
     if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False))
-        return
-    _print(found)
+        say_json(found)
+    else:
+        _print(found)
 
 
 _LABELS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from provisioning.cli.console import one_line_errors, progress
+from provisioning.cli.console import Json, one_line_errors, progress, say_json
 from provisioning.cli.flags import given_by, plan_flags
+from provisioning.inputs import InputError, count, positive
 
 if TYPE_CHECKING:
     from provisioning.watch.measured import Measured
@@ -29,7 +29,7 @@ def watch(
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="plan.yaml of the server (default: none).")] = None,
     seeds: Annotated[int, typer.Option(help="Simulated seeds for the GPUs needed now, at least 5.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: Json = False,
     serve: Annotated[
         int, typer.Option(help="Look every --seconds until SIGTERM, and serve Prometheus metrics on this port. 0: not.")
     ] = 0,
@@ -45,8 +45,6 @@ def watch(
 ) -> None:
     """Compare a running server with its plan; size it for the measured load, now and per hour of a recorded day."""
     with one_line_errors():
-        from provisioning.inputs import count
-
         count(seeds, "--seeds", 5, 1000)
         if serve:
             limits = {"least": min_gpus, "most": max_gpus, "calm_s": calm, "headroom": headroom}
@@ -56,7 +54,7 @@ def watch(
             scrapes = _scrapes(file, server, seconds, record, say)
             found = _found(scrapes, _plan(plan, context.find_root().command), seeds, say)
     if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False))
+        say_json(found)
     else:
         from provisioning.watch.said import print_watch
 
@@ -65,7 +63,6 @@ def watch(
 
 def _follow(server: str, plan: Planned | None, port: int, seconds: float, listen: str, limits: dict[str, Any]) -> None:
     from provisioning.cli import follow
-    from provisioning.inputs import InputError, count, positive
     from provisioning.watch.autoscale import Bounds
 
     if plan is None:
@@ -82,19 +79,18 @@ def _follow(server: str, plan: Planned | None, port: int, seconds: float, listen
 
 
 def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None, say: Any) -> list[Scrape]:
-    from provisioning.inputs import InputError, positive
     from provisioning.watch import scrape
 
     if file is not None and record is not None:
         raise InputError("--record: got a file of scrapes, too, expected a server alone; leave one of the two out")
     if file is not None:
-        return scrape.parsed(scrape.read(file), str(file))
+        return scrape.read(file)
     say(f"asking {server}")
     first = scrape.fetched(server)
     scrape.parsed(first, f"--server: {server}")
     if record is not None:
         scrape.recorded(record, first)
-        return scrape.parsed(scrape.read(record), str(record))
+        return scrape.read(record)
     pause = positive(seconds, "--seconds", 3600)
     say(f"{server} for {pause:g} s")
     time.sleep(pause)

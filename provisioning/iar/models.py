@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from provisioning.arrays import Floats
-from provisioning.iar.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
+from provisioning.iar.poisson_binomial import leave_one_out, poisson_binomial
 
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
 
@@ -25,24 +25,17 @@ def admitted(missed: float, cache_slots: int, called: int) -> float:
     return min(max(1.0 - missed, 0.0), _ALMOST_ONE)
 
 
-def shared_misses(p_N: Floats, q_N: Floats, whole: PoissonBinomial) -> tuple[int, Floats, Floats]:
-    """Return (first, S0, S1) with miss(M) = S0[M - first] - M S1[M - first] for the presence q.
+def offered_curve(p_N: Floats, global_batch: float, in_flight_N: Floats | None = None) -> Floats:
+    """Compute `offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda).
 
-    From sum_i p_i [q_i E[max(0, 1 - M/(K_i+1))] + (1-q_i) P(K_i >= M)], as tail sums over k >= M.
+    `in_flight_N` are the adapters' shares of the requests in flight, where these are not p for all write alike. Slots
+    are shared where the present adapters do not fit: miss(M) = S0[M - first] - M S1[M - first], tail sums over k >= M,
+    from sum_i p_i [q_i E[max(0, 1 - M/(K_i+1))] + (1-q_i) P(K_i >= M)].
     """
-    first, others_RK = leave_one_out(whole, q_N, np.stack([p_N, p_N * q_N]))
+    q_N = -np.expm1(-global_batch * (p_N if in_flight_N is None else in_flight_N))
+    first, others_RK = leave_one_out(poisson_binomial(q_N), q_N, np.stack([p_N, p_N * q_N]))
     counts_K = first + np.arange(others_RK.shape[1])
-    present_K = others_RK[1] / np.maximum(counts_K + 1, 1)
-    return first, _tail_sums(others_RK[0]), _tail_sums(present_K)
-
-
-def _tail_sums(values_K: Floats) -> Floats:
-    return np.append(np.cumsum(values_K[::-1])[::-1], 0.0)
-
-
-def shared_curve(p_N: Floats, q_N: Floats) -> Floats:
-    """Compute IAR(M) for M = 0..N of the working set with presence q; slots are shared when it does not fit."""
-    first, tail0, tail1 = shared_misses(p_N, q_N, poisson_binomial(q_N))
+    tail0, tail1 = _tail_sums(others_RK[0]), _tail_sums(others_RK[1] / np.maximum(counts_K + 1, 1))
     slots = np.arange(p_N.size + 1)
     index = np.clip(slots - first, 0, tail0.size - 1)
     missed = np.minimum.accumulate(tail0[index] - slots * tail1[index])
@@ -52,9 +45,5 @@ def shared_curve(p_N: Floats, q_N: Floats) -> Floats:
     return curve
 
 
-def offered_curve(p_N: Floats, global_batch: float, in_flight_N: Floats | None = None) -> Floats:
-    """Compute `offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda).
-
-    `in_flight_N` are the adapters' shares of the requests in flight, where these are not p for all write alike.
-    """
-    return shared_curve(p_N, -np.expm1(-global_batch * (p_N if in_flight_N is None else in_flight_N)))
+def _tail_sums(values_K: Floats) -> Floats:
+    return np.append(np.cumsum(values_K[::-1])[::-1], 0.0)

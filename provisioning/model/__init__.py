@@ -2,10 +2,9 @@
 
 hardware   GPUs, links and nodes                 geometry   bytes and FLOPs of one layer
 latency    one layer's LoRA step, Eq. 5 and 6    profile    measured times, which override it
-memory     how many adapters fit                 loading    what a cold adapter adds to TTFT
-library    adapters as they are: ranks, bytes    transports links, and what overlaps on them
+memory     how many adapters fit                 transports links, and what overlaps on them
+library    adapters as they are: ranks, bytes    engine_steps  vLLM's whole steps, measured
 base       the base model's own layer            lora_work  bytes and FLOPs of a LoRA step
-step_settings  what a step's time depends on       engine_steps  vLLM's whole steps, measured
 table1     the paper's Table 1                   table4     its Table 4 beside the model
 profiles   measured ones that ship
 """

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from provisioning.inputs import InputError, parsed
+from provisioning.inputs import InputError, parsed, text_of
 
 Kind = Literal["base", "server", "coupled"]
 Points = tuple[tuple[float, float], ...]
@@ -126,11 +126,7 @@ class EngineProfile:
 def read(path: Path) -> EngineProfile:
     """Read a profile; raises InputError that begins with --engine-profile."""
     where = f"--engine-profile: {path}"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{where} cannot be read: {error}") from None
-    content = parsed(text, where)
+    content = parsed(text_of(path, where), where)
     engines = content.get("engines") if isinstance(content, dict) else None
     if not isinstance(engines, list) or not all(isinstance(one, dict) for one in engines):
         raise InputError(f'{where}: expected an object with "engines", as `lora-server profile-vllm` writes it')

@@ -56,68 +56,6 @@ def shard_tokens(*, experts: int, top_k: int, ep: int) -> float:
     return shards
 
 
-def lora_step(
-    spec: ModelSpec,
-    popularity: Floats,
-    *,
-    batch: float,
-    lora_rank: float,
-    ep: int,
-    element_bytes: int = 2,
-    shared_a: bool = False,
-    once_per_shard: bool = True,
-    attention_share: float = 0.0,
-    times: Floats | float = 1.0,
-    copies: int = 1,
-) -> StepBytes:
-    """Count the bytes and FLOPs of gate_up and down of one layer, for one instance's batch.
-
-    `once_per_shard` is our wire: gate_up carries a token once per shard, and down returns the weighted
-    sum per token and shard. Otherwise, as in the paper, both carry one row per expert. Of `attention_share` of the
-    tokens the rows of qkv and o travel too; their weights are in `lora_rank`. A tensor-parallel engine's GPUs each send
-    all of a token's hidden row and get partial sums of it: `copies` of what is `hidden` wide.
-    """
-    asked = (spec, popularity, times, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, copies)
-    moe = _layer_step(*asked, dense=False)
-    if len(spec.moe_layers) == spec.layers and not attention_share:
-        return moe
-    dense = _layer_step(*asked, dense=True)
-    share = len(spec.moe_layers) / spec.layers
-    mixed = {name: share * getattr(moe, name) + (1 - share) * getattr(dense, name) for name in vars(moe)}
-    rows = attention_share * batch * element_bytes
-    mixed["receive"] += rows * (copies * spec.hidden + spec.q_width)
-    mixed["send"] += rows * (spec.q_width + 2 * spec.kv_width + copies * spec.hidden)
-    return StepBytes(**mixed)
-
-
-def _layer_step(
-    spec: ModelSpec,
-    popularity: Floats,
-    times: Floats | float,
-    batch: float,
-    lora_rank: float,
-    ep: int,
-    element_bytes: int,
-    shared_a: bool,
-    once_per_shard: bool,
-    copies: int,
-    *,
-    dense: bool,
-) -> StepBytes:
-    experts, top_k, ffn = (1, 1, spec.dense_ffn) if dense else (spec.experts, spec.top_k, spec.ffn)
-    rows, hidden = batch * top_k, spec.hidden * copies
-    tokens = batch * shard_tokens(experts=experts, top_k=top_k, ep=min(ep, experts)) if once_per_shard else rows
-    num_a = 1 if shared_a else 2
-    elements = lora_rank * (num_a * hidden + 2 * ffn + ffn + hidden)
-    pairs = expected_pairs(popularity, batch=batch, experts=experts, top_k=top_k, times=times)
-    return StepBytes(
-        receive=element_bytes * (tokens * hidden + rows * ffn),
-        send=element_bytes * (rows * 2 * ffn + tokens * hidden),
-        weights=element_bytes * pairs * elements,
-        flops=2.0 * rows * elements,
-    )
-
-
 class BaseDtype(NamedTuple):
     """Bytes per element of the base weights, scales included."""
 
@@ -150,13 +88,13 @@ def model_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
     return spec.layers * (ffn_weight_bytes(spec, dtype) + attention_weight_bytes(spec, dtype))
 
 
-def prefill_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
+def prefill_bytes_per_token(spec: ModelSpec) -> float:
     """Return the bytes of one token's activations in a layer: itself twice; per expert its row, gate, up, product."""
     share = len(spec.moe_layers) / spec.layers
     experts = share * spec.top_k * (3 * spec.ffn + spec.hidden) + (1 - share) * (3 * spec.dense_ffn + spec.hidden)
-    return element_bytes * (2.0 * spec.hidden + experts)
+    return 2 * (2.0 * spec.hidden + experts)
 
 
-def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
+def kv_bytes_per_token(spec: ModelSpec) -> float:
     """Return the bytes of KV cache of one token in one layer."""
-    return element_bytes * 2.0 * spec.kv_width
+    return 2 * 2.0 * spec.kv_width

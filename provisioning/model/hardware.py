@@ -11,7 +11,7 @@ from provisioning.model.profile import MeasuredMachine, Profile, Quantity
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GpuSpec:
     """One accelerator. Bandwidths in GB/s (1e9 bytes), dense bf16 in TFLOP/s."""
 
@@ -59,34 +59,21 @@ class Cluster:
         return self.gpu.memory_bytes * self.usable_memory
 
 
-def _gpu(
-    name: str, memory_gib: float, hbm_gb_per_s: float, bf16_tflops: float, peer: float, source: str = "data sheet"
-) -> GpuSpec:
-    return GpuSpec(
-        name=name,
-        memory_bytes=memory_gib * GIB,
-        hbm_gb_per_s=hbm_gb_per_s,
-        bf16_tflops=bf16_tflops,
-        peer_gb_per_s=peer,
-        source=source,
-    )
-
-
 # Memory is what the driver reports, a little under the name's; the last number is NVLink's, or PCIe's without it.
 GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h200", 139.8, 4800, 989, 450),
-        _gpu("h100", 79.6, 3350, 989, 450),
+        GpuSpec("h200", 139.8 * GIB, 4800, 989, 450),
+        GpuSpec("h100", 79.6 * GIB, 3350, 989, 450),
         # The paper names no model. H20 is a Hopper with 96 GB and 4.0 TB/s, and its 148 TFLOP/s explain why
         # the base MoE of Table 4 takes half as long again at batch 256.
-        _gpu("hopper-96", 95.6, 4000, 148, 450, "paper 5.1: 96 GB, 4.0 TB/s; TFLOP/s assumed to be H20's"),
-        _gpu("h20", 95.6, 4000, 148, 450),
-        _gpu("a100-80", 79.3, 2039, 312, 300),
-        _gpu("a100-40", 39.4, 1555, 312, 300),
-        _gpu("b200", 178.0, 7700, 2250, 900),
-        _gpu("b300", 268.0, 7700, 2250, 900),
-        _gpu("l40s", 44.5, 864, 362, 32),
+        GpuSpec("hopper-96", 95.6 * GIB, 4000, 148, 450, "paper 5.1: 96 GB, 4.0 TB/s; TFLOP/s assumed to be H20's"),
+        GpuSpec("h20", 95.6 * GIB, 4000, 148, 450),
+        GpuSpec("a100-80", 79.3 * GIB, 2039, 312, 300),
+        GpuSpec("a100-40", 39.4 * GIB, 1555, 312, 300),
+        GpuSpec("b200", 178.0 * GIB, 7700, 2250, 900),
+        GpuSpec("b300", 268.0 * GIB, 7700, 2250, 900),
+        GpuSpec("l40s", 44.5 * GIB, 864, 362, 32),
     )
 }
 
@@ -103,7 +90,7 @@ def gpu_named(name: str, memory_gib: float | None, profile: Profile) -> GpuSpec:
 
 def _measured(name: str, machine: MeasuredMachine, source: str) -> GpuSpec:
     rate = machine.memory_gb_per_s  # also of a copy to another process
-    return _gpu(name, machine.memory_gib, rate, machine.tflops, rate, source)
+    return GpuSpec(name, machine.memory_gib * GIB, rate, machine.tflops, rate, source)
 
 
 class StageTimes(NamedTuple):
@@ -143,11 +130,6 @@ class Efficiency:
     round_trips_us: float = 0.0
     across: StageTimes = _ACROSS
     source: str = "fitted to batch 128 of the paper's Table 4"
-
-    @property
-    def fixed_us(self) -> float:
-        """Cost of every step to a shard besides its weights and FLOPs."""
-        return self.overhead.compute + self.host_us
 
     def modelled(self, us: float) -> Quantity:
         """Return a time that the model gives, with these constants as its source."""

@@ -1,4 +1,4 @@
-"""Section 4.2.2: what one layer's LoRA step takes, and whether Eq. 5 and Eq. 6 hold.
+"""Section 4.2.2: what one layer's LoRA step takes, whether Eq. 5 and Eq. 6 hold, and what a cold adapter adds.
 
     T_recv = bytes in  / (min(p, x) link) + overhead      the NICs of p clients or x shards bind
     T_comp = max(weights / (x HBM), FLOPs / (x peak)) + overhead
@@ -34,9 +34,8 @@ from lora_server.placement import Layout
 from provisioning.model import memory
 from provisioning.model.base import BaseLayer
 from provisioning.model.geometry import WIRE_BYTES
-from provisioning.model.lora_work import LoraWork
+from provisioning.model.lora_work import LoraWork, StepSettings
 from provisioning.model.profile import Quantity
-from provisioning.model.step_settings import StepSettings
 from provisioning.model.transports import APART, Stage
 
 Eq6 = Literal["stage", "printed"]
@@ -73,7 +72,7 @@ class StepModel(StepSettings):
         bytes_, wire = work.step(batch, x), work.nics_bytes_per_us(x)
         across = reach.across.times(x > self.cluster.gpus_per_node)
         receive_us = bytes_.receive / wire + reach.overhead.receive + across.receive
-        compute_us = work.compute_us(bytes_, x) + reach.fixed_us + across.compute
+        compute_us = work.compute_us(bytes_, x) + (reach.overhead.compute + reach.host_us) + across.compute
         send_us = bytes_.send / wire + reach.overhead.send + across.send
         return Latency(
             receive=self._term("receive", batch, x, receive_us, engines),
@@ -88,9 +87,9 @@ class StepModel(StepSettings):
         found = self.profile.lookup(f"{prefix}exposed", batch=batch, ep=ep, engines=engines)
         return found.value if found else 0.0
 
-    def served(self, batch: float, layout: Layout) -> Latency:
-        """Compute the terms of Eq. 6: a step of one instance at the server, with its share of prompts."""
-        latency = self.lora(batch, layout)
+    def served(self, batch: float, layout: Layout, known: Latency | None = None) -> Latency:
+        """Compute the terms of Eq. 6: one instance's step at the server, if not `known`, and its share of prompts."""
+        latency = known or self.lora(batch, layout)
         return latency.plus(self.prompt(layout.ep).served, self.prompts(batch)) if self.prompt_tokens else latency
 
     def prompts(self, batch: float) -> float:
@@ -165,10 +164,9 @@ class StepModel(StepSettings):
         ffn_us = self.base.ffn_us(batch).value
         own_us = self.base.attention_us(batch).value + max(ffn_us, latency.total)
         own_us += self.exposed_us(batch, layout.ep, engines or instances)
-        alone = self.lora(batch, layout) if self.profile.points else latency
         if self.prompt_tokens:
-            prompt, num = self.prompt(layout.ep), self.prompts(batch)
-            own_us, alone = own_us + num * prompt.layer_us, alone.plus(prompt.served, num)
+            own_us += self.prompts(batch) * self.prompt(layout.ep).layer_us
+        alone = self.served(batch, layout, None if self.profile.points else latency)
         return layers * max(own_us, served_us(alone, layout, layers, instances, eq6))
 
     def without_prompts(self) -> StepModel:
@@ -286,3 +284,17 @@ def violations(latency: Latency, limit: Budget, busy_us: float, served: Latency 
     """
     failed = [name for name, over in (("eq5", latency.total > limit.ffn), ("eq6", busy_us > limit.layer)) if over]
     return [f"{name}:{(served or latency).worst}" for name in failed]
+
+
+def visible_load_us(model: StepModel, layout: Layout, step_us: float) -> float:
+    """Compute the load time that layer-wise loading does not hide, without a prefetch ahead of the request.
+
+    Layer 0 is waited for; the other layers arrive over all shards' links while the first step runs,
+    and delay it only by as much as they take longer than the step (section 5.3).
+    """
+    spec, rate = model.spec, model.cluster.host_bytes_per_us
+    has_experts = 0 in spec.moe_layers
+    experts, width = (spec.experts, min(layout.ep, spec.experts)) if has_experts else (1, 1)
+    first_us = experts * memory.site_bytes(spec, 0, model.lora_rank, model.shared_a) / (width * rate)
+    whole_us = memory.fullest_shard_bytes(spec, layout, model.lora_rank, model.shared_a) / rate
+    return max(first_us, whole_us - step_us * (1 - 1 / spec.layers))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats, Ints
-from provisioning.inputs import InputError, parsed
+from provisioning.inputs import InputError, parsed, text_of
 from provisioning.workload.workload import Workload
 
 _ATTENTION = re.compile(r"\.(q_proj|k_proj|v_proj|o_proj|qkv_proj|Wqkv|out_proj)\.lora_")
@@ -43,11 +43,17 @@ class Library:
     def sized(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> tuple[Workload, float, float]:
         """Return (workload with sizes and names, one rank for all, share of tokens with attention) for a model.
 
+        At that rank, an adapter on all experts has a slot's bytes.
+
         Which adapter is how popular is not known where the calls name none: sizes are then means.
         """
         own = self.ordered_as(workload)
-        rank, attention = own.lora_rank(workload, spec, shared_a=shared_a), own.attention_share(workload)
+        mean, attention = float(own.bytes_N.mean()), float(own.attention_N.mean())
+        if workload.names:  # a slot has the larger mean, over adapters or over requests in flight
+            mean = max(mean, float(own.bytes_N @ workload.in_flight))
+            attention = float(own.attention_N @ workload.in_flight)
         ranks = f"{own.ranks} ({own.source})"
+        rank = mean / spec.adapter_bytes(1, shared_a=shared_a)
         return replace(workload, ranks=ranks, names=own.names), rank, attention
 
     def ordered_as(self, workload: Workload) -> Library:
@@ -62,26 +68,8 @@ class Library:
         if missing:
             raise InputError(f"--from-adapters: {self.source} has no adapter {missing[0]!r}, which is called")
         order = np.array([place[name] for name in workload.names])
-        return Library(
-            source=self.source,
-            names=workload.names,
-            bytes_N=self.bytes_N[order],
-            ranks_N=self.ranks_N[order],
-            attention_N=self.attention_N[order],
-        )
-
-    def mean_bytes(self, workload: Workload) -> float:
-        """Return a slot's bytes: the larger mean, over adapters or, if calls are by name, over requests in flight."""
-        mean = float(self.bytes_N.mean())
-        return max(mean, float(self.bytes_N @ workload.in_flight)) if workload.names else mean
-
-    def lora_rank(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> float:
-        """Return the rank at which an adapter on all experts has the mean bytes."""
-        return self.mean_bytes(workload) / spec.adapter_bytes(1, shared_a=shared_a)
-
-    def attention_share(self, workload: Workload) -> float:
-        """Return the share of tokens that also go to the server from attention."""
-        return float(self.attention_N @ workload.in_flight if workload.names else self.attention_N.mean())
+        bytes_N, ranks_N, attention_N = self.bytes_N[order], self.ranks_N[order], self.attention_N[order]
+        return replace(self, names=workload.names, bytes_N=bytes_N, ranks_N=ranks_N, attention_N=attention_N)
 
     @property
     def ranks(self) -> str:
@@ -97,10 +85,7 @@ def read(source: str) -> Library:
         return _of_directory(path)
     where = f"--from-adapters: {source}"
     if path.is_file():
-        try:
-            return _of_list(parsed(path.read_text(encoding="utf-8-sig"), where), source)
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{where} cannot be read: {error}") from None
+        return _of_list(parsed(text_of(path, where, "utf-8-sig"), where), source)
     if re.fullmatch(r"\S+:\d+", source):
         return _of_list(parsed(_asked(source, where), where), source)
     raise InputError(f"{where} is no directory, no file and no HOST:PORT; give one of these")

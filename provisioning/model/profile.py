@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provisioning.inputs import InputError, parsed
+from provisioning.inputs import InputError, parsed, text_of
 
 OF = {"model": "--model", "gpu": "--gpu", "lora_rank": "--lora-rank", "wire": "--wire", "transport": "--transport"}
 _MAY = {"link_gbps": "--link-gbps"}
@@ -125,14 +125,9 @@ def shipped(asked: Mapping[str, Any], folder: Path | None = None) -> Profile:
     return next((found for found in map(load, files) if found.differs(asked) is None), Profile())
 
 
-def load(path: str | Path) -> Profile:
+def load(file: Path) -> Profile:
     """Read a profile; raises InputError that names --profile, the term and what was expected."""
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--profile: {file} cannot be read: {error}") from None
-    content = parsed(text, f"--profile: {file}")
+    content = parsed(text_of(file, f"--profile: {file}"), f"--profile: {file}")
     if not isinstance(content, dict) or not isinstance(content.get("terms"), dict):
         raise InputError(f'--profile: {file}: expected an object with "source" and "terms", as bench/ writes it')
     of = content.get("of")

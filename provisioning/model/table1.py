@@ -38,22 +38,15 @@ def volumes(strategy: Strategy, *, b: int, k: int, p: int, x: int, y: int = 1) -
     """Compute Table 1 for a server of m = x * y GPUs; DP, PP and EP use m alone."""
     for name, value in (("b", b), ("k", k), ("p", p), ("x", x), ("y", y)):
         count(value, name, 1)
-    if strategy == "dp":
-        return data_parallel(b=b, k=k, p=p, m=x * y)
-    if strategy == "pp":
-        return hybrid(b=b, k=k, p=p, x=1)
-    if strategy == "ep":
-        return hybrid(b=b, k=k, p=p, x=x * y)
-    if strategy == "hybrid":
-        return hybrid(b=b, k=k, p=p, x=x)
-    raise InputError(f"strategy: got {strategy!r}, expected one of dp, pp, ep, hybrid")
-
-
-def data_parallel(*, b: int, k: int, p: int, m: int) -> Volumes:
-    """Compute data parallelism: adapters are spread over all GPUs; every client GPU may need every server GPU."""
-    return Volumes(
-        peer_volume=b * k / (p * m), peers_of_client=m, peers_of_server=p, compute_volume=b * k / m, sync_scope=m
-    )
+    m = x * y
+    if strategy == "dp":  # adapters are spread over all GPUs; every client GPU may need every server GPU
+        return Volumes(
+            peer_volume=b * k / (p * m), peers_of_client=m, peers_of_server=p, compute_volume=b * k / m, sync_scope=m
+        )
+    shards = {"pp": 1, "ep": m, "hybrid": x}  # of a stage
+    if strategy not in shards:
+        raise InputError(f"strategy: got {strategy!r}, expected one of dp, pp, ep, hybrid")
+    return hybrid(b=b, k=k, p=p, x=shards[strategy])
 
 
 def hybrid(*, b: int, k: int, p: int, x: int) -> Volumes:

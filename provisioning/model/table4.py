@@ -24,7 +24,7 @@ PAPER: dict[tuple[str, int], tuple[float, float, float, float]] = {
 COLUMNS = ("receive", "compute", "send", "base_ffn")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Residual:
     """One cell: `in_sample` says that the constants were fitted to it."""
 
@@ -60,16 +60,8 @@ def residuals() -> list[Residual]:
         latency = model.lora(batch, Layout.parse(layout))
         ours = (latency.receive.value, latency.compute.value, latency.send.value, model.base.ffn_us(batch).value)
         for column, paper_us, model_us in zip(COLUMNS, paper, ours, strict=True):
-            cells.append(
-                Residual(
-                    layout=layout,
-                    batch=batch,
-                    column=column,
-                    paper_us=paper_us,
-                    model_us=model_us,
-                    in_sample=batch == 128 or column == "base_ffn",
-                )
-            )
+            fitted = batch == 128 or column == "base_ffn"
+            cells.append(Residual(layout, batch, column, paper_us, model_us, in_sample=fitted))
     return cells
 
 

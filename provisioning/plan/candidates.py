@@ -19,8 +19,7 @@ from functools import cached_property
 
 from lora_server.placement import Layout
 from provisioning.model import memory
-from provisioning.model.latency import Latency, violations
-from provisioning.model.loading import visible_load_us
+from provisioning.model.latency import Latency, violations, visible_load_us
 from provisioning.plan.question import Scenario
 
 

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from lora_server import slo
-from lora_server.errors import ConfigError
 from lora_server.slo import OTHERS, Slo, SloClasses
 from provisioning.arrays import Floats, Ints
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, named
 from provisioning.workload.workload import Workload
 
 
@@ -52,10 +51,7 @@ class ClassOutcome:
 
 def read(file: Path, workload: Workload, others: Slo) -> tuple[SloClass, ...]:
     """Read a file in which each adapter is in one class; raises InputError that begins with --classes."""
-    try:
-        said = SloClasses.read(file)
-    except ConfigError as error:
-        raise InputError(f"--classes: {error}") from None
+    said = named("--classes", SloClasses.read, file)
     names = [workload.name(index) for index in range(workload.num_adapters)]
     class_of: dict[int, str] = {}
     found = []

@@ -1,9 +1,8 @@
-"""The LLM instances: their model, its weights, and how many GPUs one takes."""
+"""The LLM instances: the split of their memory, and how many GPUs one takes."""
 
 from __future__ import annotations
 
-from lora_server import spec as specs
-from lora_server.errors import ConfigError
+from lora_server.spec import ModelSpec
 from provisioning.inputs import InputError, count, share
 from provisioning.model import memory
 from provisioning.model.geometry import BaseDtype
@@ -21,21 +20,6 @@ _INSTANCE_GPUS = {
 }
 
 
-def model_spec(name: str) -> specs.ModelSpec:
-    """Read a model's geometry: a preset, or a directory with a config.json."""
-    try:
-        return specs.load(name)
-    except ConfigError as error:
-        raise InputError(f"--model: {error}") from None
-
-
-def one_of(flag: str, given: str, *known: str) -> str:
-    """Return the given value if it is known; raises InputError."""
-    if given not in known:
-        raise InputError(f"{flag}: got {given!r}, expected {', '.join(known[:-1])} or {known[-1]}")
-    return given
-
-
 def split_of(text: str) -> float | None:
     """Parse the share of the memory for adapters; None if it is to be searched."""
     if text in ("tuned", "paper"):
@@ -47,7 +31,7 @@ def split_of(text: str) -> float | None:
     return share(number, "--coupled-split")
 
 
-def instance_gpus(given: int | None, geometry: specs.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
+def instance_gpus(given: int | None, geometry: ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
     """Return the GPUs of an LLM instance: as given, or the paper's, or the fewest that hold the weights."""
     needed = memory.smallest_instance(geometry, cluster, dtype)
     if needed > MOST_GPUS:
@@ -60,7 +44,7 @@ def instance_gpus(given: int | None, geometry: specs.ModelSpec, cluster: Cluster
     return checked_instance_gpus(given, "--instance-gpus", geometry, cluster, dtype)
 
 
-def checked_instance_gpus(given: int, flag: str, geometry: specs.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
+def checked_instance_gpus(given: int, flag: str, geometry: ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
     """Return the given number if the weights fit; raises InputError."""
     gpus = count(given, flag, 1, MOST_GPUS)
     if memory.instance_free_bytes(geometry, cluster, gpus, dtype) <= 0:

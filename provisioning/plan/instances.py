@@ -25,11 +25,8 @@ def sized(scenario: Scenario) -> Scenario:
     first = _first_accepted(scenario, fewest)
     if first is None:
         return replace(scenario, instances=fewest)
-    each, best, total = (
-        scenario.model.instance_gpus,
-        first,
-        first * scenario.model.instance_gpus + _server(scenario, first),
-    )
+    each, best = scenario.model.instance_gpus, first
+    total = first * each + _server(scenario, first)
     for instances in range(first + 1, (total - 1) // each + 1):
         left = total - 1 - instances * each
         gpus = _server(replace(scenario, max_gpus=min(left + scenario.spare_gpus, scenario.max_gpus)), instances)

@@ -208,11 +208,6 @@ def _straddles(scenario: Scenario, rows: list[_Row]) -> bool:
     return at_tpot or any(estimate.low < target <= estimate.high for estimate, target in estimates)
 
 
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Return mean and 95 % interval as plain values."""
-    return {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
-
-
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain values."""
     return {
@@ -227,8 +222,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         if verdict.worst_window is None
         else dict(zip(("start_s", "share_within_ttft_slo"), verdict.worst_window, strict=True)),
         "holds_target": verdict.holds,
-        "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
-        "share_within_ttft_slo": estimate_json(verdict.within_ttft),
-        "tpot_s": None if verdict.tpot_s is None else estimate_json(verdict.tpot_s),
-        "adapters_with_90_percent_within_slo": estimate_json(verdict.adapters_within_slo),
+        "ttft_s_at_percentile": verdict.ttft_s_at_percentile.as_json(),
+        "share_within_ttft_slo": verdict.within_ttft.as_json(),
+        "tpot_s": None if verdict.tpot_s is None else verdict.tpot_s.as_json(),
+        "adapters_with_90_percent_within_slo": verdict.adapters_within_slo.as_json(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -17,6 +18,7 @@ from provisioning.simulation.run import assign_greedily
 from provisioning.workload.workload import Workload
 
 Dispatch = Literal["any", "by-adapter"]
+_PRECISION = 1e-9  # of a settled batch
 
 
 @lru_cache(maxsize=16)
@@ -35,6 +37,29 @@ def _curve(workload: Workload, global_batch: float) -> Floats:
 def _owners(workload: Workload, instances: int) -> Ints:
     """Map each adapter to its instance, where adapters belong to instances."""
     return assign_greedily(workload.in_flight, instances)
+
+
+def settled_batch(tokens_per_us: float, step_us: Callable[[float], float], most: float) -> float:
+    """Find the batch B = tokens_per_us * step(B) that a rate keeps in flight; `most` if it would be that or more.
+
+    It is Little's law against a step that takes longer, the more requests there are. step(B) / B falls, so there is one
+    at most: regula falsi on what is too little, with Illinois' halving.
+    """
+    high, excess = most, most - tokens_per_us * step_us(most)
+    if excess <= 0:
+        return most
+    low, lack = 0.0, tokens_per_us * step_us(0.0)
+    last = 0
+    while high - low > _PRECISION * high:
+        middle = low + (high - low) * lack / (lack + excess)
+        over = middle - tokens_per_us * step_us(middle)
+        if abs(over) <= _PRECISION * middle:
+            return middle
+        if over > 0:
+            high, excess, lack, last = middle, over, lack / 2 if last > 0 else lack, 1
+        else:
+            low, lack, excess, last = middle, -over, excess / 2 if last < 0 else excess, -1
+    return high
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +158,8 @@ class LayoutSteps:
 
     def served(self, layout: Layout) -> Latency:
         """Compute the terms of Eq. 6: one layer's LoRA step of the busiest instance, with its share of prompts."""
-        model = self.busiest_model
-        latency = model.lora(self.busiest, layout) if model.profile.points else self.lora(layout)
-        if not model.prompt_tokens:
-            return latency
-        return latency.plus(model.prompt(layout.ep).served, model.prompts(self.busiest))
+        known = None if self.busiest_model.profile.points else self.lora(layout)
+        return self.busiest_model.served(self.busiest, layout, known)
 
     def busy_us(self, layout: Layout) -> float:
         """Compute the left side of Eq. 6 for equally busy instances: no other split of the load takes longer."""

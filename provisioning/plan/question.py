@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Literal
 
 from lora_server.placement import Layout
+from lora_server.slo import Slo
 from provisioning.model import memory
 from provisioning.model.engine_steps import EngineProfile
 from provisioning.model.latency import Budget, Eq6, StepModel, budget
-from provisioning.plan.balance import settled_batch
 from provisioning.plan.classes import SloClass
-from provisioning.plan.loads import AdapterCache, Dispatch, InstanceLoads, LayoutSteps, slowest_us
-from provisioning.plan.slo import Slo
+from provisioning.plan.loads import AdapterCache, Dispatch, InstanceLoads, LayoutSteps, settled_batch, slowest_us
 from provisioning.workload.workload import Workload
 
 Prefill = Literal["shared", "apart"]  # by the instances that decode, or by others

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_server import spec
 from lora_server.placement import MOST_REPLICAS
-from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
+from lora_server.slo import Slo
+from provisioning.inputs import InputError, count, named, non_negative, normalised, one_of, positive, share
 from provisioning.model import engine_steps
 from provisioning.model import profile as profiles
 from provisioning.model.engine_steps import EngineProfile
@@ -18,8 +20,8 @@ from provisioning.model.latency import StepModel
 from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
 from provisioning.model.transports import Transport, transport_named
-from provisioning.plan import classes, slo
-from provisioning.plan.engines import MOST_GPUS, instance_gpus, model_spec, one_of, split_of
+from provisioning.plan import classes
+from provisioning.plan.engines import MOST_GPUS, instance_gpus, split_of
 from provisioning.plan.flags import PlanFlags, WorkloadFlags
 from provisioning.plan.question import Prefill, Scenario
 from provisioning.workload.counts import read_counts
@@ -79,7 +81,7 @@ class Load:
     most_batch: float = math.inf
 
 
-def load(flags: PlanFlags, found: Workload, objective: slo.Slo) -> Load:
+def load(flags: PlanFlags, found: Workload, objective: Slo) -> Load:
     """Read --instances * --batch-size, or a rate: then either of the two is a limit, and the missing one is sought.
 
     What is given is the mean over time, but for a limit, which holds at the peak too.
@@ -165,7 +167,7 @@ def _engine_profile(flags: PlanFlags, asked: Load) -> EngineProfile | None:
 
 def scenario(flags: PlanFlags) -> Scenario:
     """Make the planner's question from flags; raises InputError with one line that names the flag."""
-    objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
+    objective, geometry = named("--slo", Slo.parse, flags.slo), named("--model", spec.load, flags.model)
     dtype = BASE_DTYPES[one_of("--base-dtype", flags.base_dtype, *BASE_DTYPES)]
     library = None if flags.from_adapters is None else read_library(flags.from_adapters)
     if library is not None and flags.adapters is None and flags.counts is None and flags.trace is None:
@@ -178,7 +180,7 @@ def scenario(flags: PlanFlags) -> Scenario:
     transport = transport_named(flags.transport)
     round_trip = flags.round_trip_us
     efficiency = transport.efficiency(None if round_trip is None else non_negative(round_trip, "--round-trip-us", 1e6))
-    wire: Wire = "e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact"
+    wire: Wire = one_of("--wire", flags.wire, "exact", "e4m3")
     measured = {
         "model": geometry.name,
         "geometry": geometry.geometry,
@@ -189,7 +191,7 @@ def scenario(flags: PlanFlags) -> Scenario:
     }
     profile, cluster = _measured(flags, transport, measured)
     prompts, prompts_by = _prompt_tokens(flags, found)
-    prefill: Prefill = "shared" if one_of("--prefill", flags.prefill, "shared", "apart") == "shared" else "apart"
+    prefill: Prefill = one_of("--prefill", flags.prefill, "shared", "apart")
     asked = load(flags, found, objective)
     engine_profile = _engine_profile(flags, asked)
     if engine_profile is not None:
@@ -224,8 +226,8 @@ def scenario(flags: PlanFlags) -> Scenario:
         prompts_by=prompts_by,
         settled=asked.request_rate is None,
         iar_target=target,
-        dispatch="any" if one_of("--dispatch", flags.dispatch, "any", "by-adapter") == "any" else "by-adapter",
-        eq6="stage" if one_of("--eq6", flags.eq6, "stage", "printed") == "stage" else "printed",
+        dispatch=one_of("--dispatch", flags.dispatch, "any", "by-adapter"),
+        eq6=one_of("--eq6", flags.eq6, "stage", "printed"),
         iar_asked=flags.iar is not None,
         coupled_split=split_of(flags.coupled_split),
         coupled_routed=flags.coupled_split != "paper",

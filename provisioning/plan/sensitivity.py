@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from provisioning.arrays import Floats
 from provisioning.plan.candidates import Candidate, candidates, evaluate
@@ -34,10 +33,6 @@ class QuestionVariant:
     iar_at_plan: float
     meets_at_plan: bool
     binding_constraint: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the variant as plain values."""
-        return asdict(self)
 
 
 def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[QuestionVariant]:

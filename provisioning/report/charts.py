@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from provisioning.arrays import Floats
 from provisioning.plan.candidates import candidates
 from provisioning.report.result import Result
 
@@ -17,14 +16,18 @@ Draw = Callable[[Any, Result], None]
 
 def png(draw: Draw, result: Result) -> bytes:
     """Draw one plot as a PNG."""
+    return drawn(lambda axes: draw(axes, result), "png", 3.4)
+
+
+def drawn(draw: Callable[[Any], None], kind: str, height: float) -> bytes:
+    """Draw a plot on axes, as a file of this kind."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 3.4), layout="constrained")  # small, so that its text can be read on a phone
-    axes = figure.add_subplot()
-    draw(axes, result)
+    figure = Figure(figsize=(5.4, height), layout="constrained")  # small, so that its text can be read on a phone
+    draw(figure.add_subplot())
     figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)  # beside the axes, over nothing
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=160)
+    figure.savefig(stream, format=kind, dpi=160)
     return stream.getvalue()
 
 
@@ -89,10 +92,8 @@ def latency_stack(axes: Any, result: Result) -> None:
 def coupled_bars(axes: Any, result: Result) -> None:
     """Plot the immediate admission rate and the adapters within the SLO, for this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
-    names, series = (
-        ["immediate admission,\nmodel"],
-        [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]],
-    )
+    names = ["immediate admission,\nmodel"]
+    series = [[result.scenario.cache.iar(result.candidate.slots)], [coupled.split.iar]]
     if verdict is not None and coupled.verdict is not None:
         names += ["immediate admission,\nsimulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):
@@ -107,19 +108,14 @@ def coupled_bars(axes: Any, result: Result) -> None:
 
 def ttft_cdf(axes: Any, result: Result) -> None:
     """Plot the simulated TTFT of all seeds."""
-    pairs = [("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict)]
-    for label, verdict in pairs:
+    shares = np.unique(np.r_[np.linspace(0, 0.99, 300), np.linspace(0.99, 1, 100)])
+    for label, verdict in (("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict)):
         if verdict is not None:
-            _cdf(axes, verdict.ttft_s, label)
+            axes.plot(np.quantile(verdict.ttft_s, shares), shares, label=label)
     slo_s = result.scenario.slo.ttft_us * 1e-6
     axes.axvline(slo_s, color="grey", linestyle=":", label=f"SLO {slo_s:g} s")
     axes.axhline(result.scenario.slo.share, color="grey", linewidth=0.5)
     axes.set(xlabel="TTFT in s (queueing + first decode step)", ylabel="share of requests", xscale="log")
-
-
-def _cdf(axes: Any, values: Floats, label: str) -> None:
-    shares = np.unique(np.r_[np.linspace(0, 0.99, 300), np.linspace(0.99, 1, 100)])
-    axes.plot(np.quantile(values, shares), shares, label=label)
 
 
 def load_over_time(axes: Any, result: Result) -> None:

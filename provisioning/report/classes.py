@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
 from provisioning.plan.classes import ClassOutcome, served
 from provisioning.report import words
@@ -34,8 +32,3 @@ def sentences(result: Result) -> Iterator[str]:
         worst = "".join(f", {name} {share:.1%}" for name, share in one.worst)
         said = f"FAILS {' and '.join(reasons[what] for what in one.fails)}" if one.fails else "met"
         yield f"{who}: {said}{seen}{f'; served worst{worst}' if worst else ''}."
-
-
-def as_json(result: Result) -> list[dict[str, Any]]:
-    """Return the outcomes as plain values."""
-    return [asdict(one) for one in by_class(result)]

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from provisioning.plan.judge import played
 from provisioning.report.render import headline, question
 from provisioning.report.result import Result
-from provisioning.report.serve_file import server_flags
+from provisioning.report.serve_file import plan_yaml, server_flags
 
 TRACE, COMMANDS, PLAN = "trace.csv", "commands.sh", "plan.yaml"
+
+
+def files(result: Result) -> dict[str, str]:
+    """Return the text of each file, by name."""
+    return {TRACE: trace(result), COMMANDS: commands(result), PLAN: plan_yaml(result)}
 
 
 def trace(result: Result) -> str:

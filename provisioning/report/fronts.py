@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -10,6 +9,7 @@ from typing import Any
 
 from provisioning.plan.fronts import Point, merge_cost
 from provisioning.report import words
+from provisioning.report.charts import drawn
 from provisioning.report.glossary import POINTER
 from provisioning.report.html import page, picture, table
 
@@ -96,24 +96,20 @@ def chosen(found: Comparison) -> Iterator[tuple[str, str, str, str, str]]:
 
 def plot(found: Comparison, kind: str) -> bytes:
     """Plot GPUs over rate, one line per system; `kind` is svg or png."""
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    styles = ("o-", "s-", "^--", "d:", "v-.")
-    for (line, points), style in zip(found.fronts.items(), styles, strict=False):
-        known = [point for point in points if point]
-        axes.plot([p.rate for p in known], [p.gpus for p in known], style, ms=5, lw=1.5, alpha=0.85, label=line)
-    axes.axvline(found.rates[found.asked], color="grey", linestyle=":", label="asked for")
-    if found.budget:
-        axes.axhline(found.budget, color="black", linewidth=0.7, label=f"{found.budget:,} GPUs")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(found.rates[::2], [words.number(rate, 3) for rate in found.rates[::2]])
-    axes.set(xlabel="requests/s", ylabel="GPUs in all", ylim=(0, None))
-    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    stream = io.BytesIO()
-    figure.savefig(stream, format=kind, dpi=160)
-    return stream.getvalue()
+    def draw(axes: Any) -> None:
+        styles = ("o-", "s-", "^--", "d:", "v-.")
+        for (line, points), style in zip(found.fronts.items(), styles, strict=False):
+            known = [point for point in points if point]
+            axes.plot([p.rate for p in known], [p.gpus for p in known], style, ms=5, lw=1.5, alpha=0.85, label=line)
+        axes.axvline(found.rates[found.asked], color="grey", linestyle=":", label="asked for")
+        if found.budget:
+            axes.axhline(found.budget, color="black", linewidth=0.7, label=f"{found.budget:,} GPUs")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(found.rates[::2], [words.number(rate, 3) for rate in found.rates[::2]])
+        axes.set(xlabel="requests/s", ylabel="GPUs in all", ylim=(0, None))
+
+    return drawn(draw, kind, 3.6)
 
 
 def html(found: Comparison) -> str:

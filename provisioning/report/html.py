@@ -9,10 +9,9 @@ from html import escape
 from provisioning.report import words
 from provisioning.report.charts import charts, png
 from provisioning.report.provenance import PlanInput, provenance
-from provisioning.report.render import headline, question, remarks, rows, summary
+from provisioning.report.render import changes, costs, headline, question, remarks, rows, sides, summary
 from provisioning.report.result import Result
 from provisioning.report.serve_file import unmet
-from provisioning.report.tables import changes, costs, sides
 
 _STYLE = """:root{color-scheme:light dark;--text:#222;--page:#fff;--line:#ddd;--quiet:#5a5a5a;--warn:#9a3b00}
 @media(prefers-color-scheme:dark){:root{--text:#e6e6e6;--page:#16181c;--line:#3a3d44;--quiet:#a8abb2;--warn:#ffb27a}}

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 
 from provisioning.inputs import InputError
 from provisioning.plan import coupled as coupling
-from provisioning.plan import verdict
 from provisioning.plan.band import Band, band
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
@@ -95,7 +94,7 @@ class Result:
     @property
     def worth(self) -> str:
         """State the verdict in a sentence, with the reason."""
-        return verdict.worth(self.candidate, self.coupled, plan=self.feasible)
+        return coupling.worth(self.candidate, self.coupled, plan=self.feasible)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from provisioning.report import render, tables
+from provisioning.report import render
 from provisioning.report.provenance import provenance
 from provisioning.report.result import Result
 from provisioning.report.serve_file import unmet
@@ -21,11 +22,13 @@ def console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(*headings: str, numbers: tuple[str, ...] = ()) -> Table:
+def table(*headings: str, numbers: tuple[str, ...] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
     """Make a table without lines; columns named in `numbers` are aligned to the right."""
     made = Table(box=None, pad_edge=False)
     for heading in headings:
         made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -44,35 +47,20 @@ def print_plan(result: Result, on: Console) -> None:
     for line in render.remarks(result):
         on.print(line)
     on.print()
-    both = table("", "with a LoRA Server", "coupled")
-    for row in tables.sides(result):
-        both.add_row(*row)
-    on.print(both)
+    on.print(table("", "with a LoRA Server", "coupled", rows=render.sides(result)))
     on.print()
-    _print_changes(result, on)
+    plan = "this plan" if result.feasible else str(result.candidate.layout)
+    changes = ("if", "GPUs", "layout", f"immediate admission of {plan}", "meets, by the model")
+    on.print(table(*changes, numbers=("GPUs",), rows=render.changes(result)))
     for line in render.summary(result):
         on.print(line)
-    _print_costs(result, on)
+    costs = table("cost", "", numbers=("",), rows=render.costs(result))
+    if costs.row_count:
+        on.print()
+        on.print(costs)
     kinds = [entry.kind for entry in provenance(result.scenario, result.candidate).values()]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("measured", "extrapolated", "assumed"))
     on.print()
     on.print(f"Provenance: {counted}; each in --json.")
     for note in (*result.notes, *unmet(result)):
         on.print(note)
-
-
-def _print_changes(result: Result, on: Console) -> None:
-    plan = "this plan" if result.feasible else str(result.candidate.layout)
-    found = table("if", "GPUs", "layout", f"immediate admission of {plan}", "meets, by the model", numbers=("GPUs",))
-    for row in tables.changes(result):
-        found.add_row(*row)
-    on.print(found)
-
-
-def _print_costs(result: Result, on: Console) -> None:
-    found = table("cost", "", numbers=("",))
-    for row in tables.costs(result):
-        found.add_row(*row)
-    if found.row_count:
-        on.print()
-        on.print(found)

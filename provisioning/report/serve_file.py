@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from provisioning.plan.classes import served_as
 from provisioning.report import words
-from provisioning.report.render import headline, question, remarks, rows
+from provisioning.report.render import headline, question, remarks, rows, sides
 from provisioning.report.result import Result
-from provisioning.report.tables import sides
 
 COMMAND = "command: "
 _ROWS = 256  # a message's rows come in multiples of this

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,10 @@ class Estimate:
         """Estimate from one value of each day."""
         low, high = np.quantile(values, (0.05, 0.95))
         return cls(mean=float(np.mean(values)), low=float(low), high=float(high))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return mean and interval as plain values."""
+        return {"mean": self.mean, "interval": [self.low, self.high]}
 
 
 def measured(outcome: SimulationResult) -> slice:

@@ -5,6 +5,5 @@ measured   what happened between scrapes
 planned    the plan that a plan.yaml holds
 advice     measured over planned; GPUs for what was measured
 autoscale  looks, and the resizes that follow from them
-exported   the last look as Prometheus metrics
 said       all of it on the terminal
 """

@@ -119,12 +119,9 @@ class Autoscaler:
         """Return the GPUs that a load needs: the most that there may be, where those are too few."""
         if not measured.requests:
             return self._bounds.least
-        gpus = now(self._fuller(measured), self._plan, seeds=0).gpus
+        fuller = replace(measured, seconds=measured.seconds / self._bounds.headroom)  # as many requests in less time
+        gpus = now(fuller, self._plan, seeds=0).gpus
         return self._bounds.most if gpus is None else gpus * self._replicas
-
-    def _fuller(self, measured: Measured) -> Measured:
-        """Return the same load `headroom` times as high: as many requests in less time."""
-        return replace(measured, seconds=measured.seconds / self._bounds.headroom)
 
     def _layout(self, measured: Measured, gpus: int) -> Layout | None:
         """Return the best layout of so many GPUs, or of the next number that has any."""

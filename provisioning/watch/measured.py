@@ -29,9 +29,6 @@ class ServerBuild(NamedTuple):
     replicas: str = ""
 
 
-UNKNOWN_BUILD = ServerBuild()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held."""
@@ -44,7 +41,7 @@ class Measured:
     waited_seconds: float
     shards: dict[str, float] = field(default_factory=dict)
     resets: int = 0
-    server: ServerBuild = UNKNOWN_BUILD
+    server: ServerBuild = field(default_factory=ServerBuild)
 
     @property
     def requests(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, text_of
 from provisioning.plan.candidates import Candidate, evaluate
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.instances import sized
@@ -49,10 +49,7 @@ class Planned:
 def read(file: Path, flags_of: Callable[[Sequence[str]], PlanFlags]) -> Planned:
     """Read a plan.yaml; `flags_of` parses a command's arguments. Raises InputError that begins with --plan."""
     where = f"--plan: {file}"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{where} cannot be read: {error}") from None
+    text = text_of(file, where)
     command = next(
         (line[2:].removeprefix(COMMAND) for line in text.splitlines() if line.startswith(f"# {COMMAND}")), ""
     )

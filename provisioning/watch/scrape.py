@@ -13,7 +13,7 @@ from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, text_of
 
 HOLDS = "lora_server_adapter_hold_seconds"
 ADMITTED, QUEUE = "lora_server_admissions_total", "lora_server_admission_queue"
@@ -36,9 +36,9 @@ class Scrape:
     at: float
     samples: dict[str, dict[Labels, float]]
 
-    def total(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that have these labels; 0 where there are none."""
-        return sum(value for found, value in self.of(name).items() if set(labels.items()) <= set(found))
+    def total(self, name: str) -> float:
+        """Sum of a metric's samples; 0 where there are none."""
+        return sum(self.of(name).values())
 
     def of(self, name: str) -> dict[Labels, float]:
         """List the samples of a name in READ."""
@@ -73,12 +73,9 @@ def recorded(file: Path, text: str) -> None:
         raise InputError(f"--record: {file} cannot be written: {error.strerror}") from None
 
 
-def read(file: Path) -> str:
+def read(file: Path) -> list[Scrape]:
     """Read a file of scrapes; raises InputError."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+    return parsed(text_of(file, str(file), "utf-8-sig"), str(file))
 
 
 def parsed(text: str, where: str) -> list[Scrape]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from provisioning.inputs import InputError, parsed, positive
+from provisioning.inputs import InputError, normalised, parsed, positive
 from provisioning.workload.requests import Lengths
-from provisioning.workload.workload import Workload, from_counts
+from provisioning.workload.workload import Workload
 
 _FORM = "JSON or CSV `adapter,count` or `adapter,count,mean_output_tokens`"
 _OBJECT = '{"count": 3, "mean_output_tokens": 256}'
@@ -19,14 +19,13 @@ _MOST_TOKENS = 2**31
 _Row = tuple[str, float, float | None]  # name, empty where there is none; calls; mean output tokens
 
 
-def read_counts(path: str | Path) -> Workload:
+def read_counts(file: Path) -> Workload:
     """Read popularity, and the adapters' mean output tokens if the file has them, for all adapters or for none.
 
     JSON: a list or an object by adapter, of counts or of {"count": ..., "mean_output_tokens": ...}. CSV: lines of
     `adapter,count`, `adapter,count,mean_output_tokens` or bare counts; a line of headings may come first. Raises
     InputError naming --counts, the file and, in a CSV, the line.
     """
-    file = Path(path)
     where = f"--counts: {file}"
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -37,7 +36,7 @@ def read_counts(path: str | Path) -> Workload:
         raise InputError(f"{where} cannot be used: {error}; expected {_FORM}") from None
     if not rows:
         raise InputError(f"{where} holds no counts; expected {_FORM}")
-    popularity = from_counts([calls for _, calls, _ in rows], where)
+    popularity = normalised([calls for _, calls, _ in rows], where)
     lengths = [tokens for *_, tokens in rows if tokens is not None]
     names = tuple(name for name, *_ in rows) if rows[0][0] else ()
     if not lengths:

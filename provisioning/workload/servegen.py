@@ -9,6 +9,7 @@ Legend: C clients, W windows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,18 +98,17 @@ class ServegenClients:
         `rate` thins or thickens all clients alike to that mean total of requests/s.
         """
         rng = np.random.default_rng(seed)
-        factor = 1.0 if rate is None else rate / max(self._offered(start_s, span_s) / span_s, 1e-12)
+        busy = list(self._busy(start_s, start_s + span_s))
+        offered = float(sum(window.rate * (end - begin) for _, window, begin, end in busy))
+        factor = 1.0 if rate is None else rate / max(offered / span_s, 1e-12)
         times, owners, tokens = [], [], []
-        for client, series in enumerate(self.windows):
-            for window, end_s in _spans(series):
-                begin, end = max(window.start_s, start_s), min(end_s, start_s + span_s)
-                if window.rate > 0 and end > begin:
-                    arrivals = servegen_windows.renewals(rng, window, (end - begin) * factor) / factor + begin - start_s
-                    periods = self.periods[client]
-                    law = servegen_lengths.at(periods, window.start_s) if periods else Lengths()
-                    times.append(arrivals)
-                    owners.append(np.full(arrivals.size, client))
-                    tokens.append(law.sample(rng, arrivals.size))
+        for client, window, begin, end in busy:
+            arrivals = servegen_windows.renewals(rng, window, (end - begin) * factor) / factor + begin - start_s
+            periods = self.periods[client]
+            law = servegen_lengths.at(periods, window.start_s) if periods else Lengths()
+            times.append(arrivals)
+            owners.append(np.full(arrivals.size, client))
+            tokens.append(law.sample(rng, arrivals.size))
         arrival_s = np.concatenate(times) if times else np.empty(0)
         if not arrival_s.size:
             raise InputError(f"--trace: {self.path} has no traffic in [{start_s:g}, {start_s + span_s:g}) s")
@@ -121,18 +121,14 @@ class ServegenClients:
             names=self.names,
         )
 
-    def _offered(self, start_s: float, span_s: float) -> float:
-        overlaps = (
-            window.rate * max(min(end_s, start_s + span_s) - max(window.start_s, start_s), 0.0)
-            for series in self.windows
-            for window, end_s in _spans(series)
-        )
-        return float(sum(overlaps))
-
-
-def _spans(series: tuple[ArrivalWindow, ...]) -> list[tuple[ArrivalWindow, float]]:
-    width_s = servegen_windows.width_s(series)
-    return [(window, window.start_s + width_s) for window in series]
+    def _busy(self, start_s: float, end_s: float) -> Iterator[tuple[int, ArrivalWindow, float, float]]:
+        """Yield (client, window, begin, end) of what windows with traffic have in common with [start, end)."""
+        for client, series in enumerate(self.windows):
+            width_s = servegen_windows.width_s(series)
+            for window in series:
+                begin, end = max(window.start_s, start_s), min(window.start_s + width_s, end_s)
+                if window.rate > 0 and end > begin:
+                    yield client, window, begin, end
 
 
 def load(directory: Path) -> ServegenClients:

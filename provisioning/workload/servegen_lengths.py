@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Floats, Ints
-from provisioning.inputs import InputError, normalised, parsed
+from provisioning.inputs import InputError, normalised, parsed, text_of
 
 _MOST_TOKENS = 2**31
 _EXPECTED = 'expected {"0": {"output_tokens": "{12: 0.5, 34: 0.5}"}, ...}, periods by their start in seconds'
@@ -45,13 +45,9 @@ def at(periods: tuple[Period, ...], start_s: float) -> Period:
 def read(file: Path) -> tuple[Period, ...]:
     """Read the periods that have requests, in order; none if the file does not exist. Raises InputError naming it."""
     where = f"--trace: {file}"
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
+    if not file.exists():
         return ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{where} cannot be read: {error}") from None
-    found = parsed(text, where)
+    found = parsed(text_of(file, where, "utf-8-sig"), where)
     if not isinstance(found, dict):
         raise InputError(f"{where}: got {type(found).__name__}, {_EXPECTED}")
     periods = (_period(start, fields, where) for start, fields in found.items())

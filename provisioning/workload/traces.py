@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Ints
-from provisioning.inputs import InputError, parsed
+from provisioning.inputs import InputError, normalised, parsed
 from provisioning.workload.requests import Lengths, Requests
-from provisioning.workload.workload import Workload, from_requests, zipf
+from provisioning.workload.workload import Workload, zipf
 
 _NAMES = {
     "timestamp": ("timestamp", "timestamp_s", "time", "arrival_s", "arrival_time", "arrived_at"),
@@ -45,12 +45,11 @@ class ZipfAdapters:
     seed: int = 0
 
 
-def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float | None = None) -> Workload:
+def load(file: Path, adapters: ZipfAdapters | None = None, window_s: float | None = None) -> Workload:
     """Load the workload of a trace file or a ServeGen directory; `window_s` is the length of the directory's peak.
 
     Raises InputError naming file and line.
     """
-    file = Path(path)
     if file.is_dir():
         from provisioning.workload import servegen
 
@@ -58,7 +57,15 @@ def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float
     drawn = adapters or ZipfAdapters()
     requests, named = read(file, drawn)
     if named:
-        return from_requests(requests, f"{file}, adapters as it names them")
+        source = f"{file}, adapters as it names them"
+        return Workload(
+            popularity=normalised(requests.counts(), "trace"),
+            tokens=requests.mean_tokens(),
+            lengths=Lengths.of(requests.output_tokens, source),
+            source=source,
+            trace=requests,
+            names=requests.names,
+        )
     return Workload(
         popularity=zipf(drawn.skew, drawn.num_adapters),
         lengths=Lengths.of(requests.output_tokens, str(file)),
@@ -68,12 +75,13 @@ def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float
     )
 
 
-def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Requests, bool]:
+def read(file: Path, adapters: ZipfAdapters | None = None) -> tuple[Requests, bool]:
     """Read (requests in order of arrival, starting at 0; whether the trace named the adapters)."""
-    file, drawn = Path(path), adapters or ZipfAdapters()
+    drawn = adapters or ZipfAdapters()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            rows = list(_json_rows(stream, file) if _is_json(file) else _csv_rows(stream, file))
+            is_json = file.suffix.lower() in (".jsonl", ".ndjson", ".json")
+            rows = list(_json_rows(stream, file) if is_json else _csv_rows(stream, file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--trace: {file} cannot be read: {error}") from None
     if not rows:
@@ -117,10 +125,6 @@ def _adapters(names: tuple[str | None, ...], drawn: ZipfAdapters, file: Path) ->
 
 _MOST_SPAN_S = 1e9  # 32 years
 _Row = tuple[float, str | None, int, int]
-
-
-def _is_json(file: Path) -> bool:
-    return file.suffix.lower() in (".jsonl", ".ndjson", ".json")
 
 
 def _csv_rows(stream: Any, file: Path) -> Iterator[_Row]:

@@ -7,28 +7,18 @@ seed; `Requests` is a sequence of calls, sampled or read from a trace. Readers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 
 from provisioning.arrays import Floats
-from provisioning.inputs import InputError, count, non_negative, normalised
+from provisioning.inputs import count, non_negative, normalised
 from provisioning.workload.days import DayProcess
 from provisioning.workload.mixes import WindowMix, mixes
 from provisioning.workload.replay import LoadOverTime, about_peak, marked, over_time
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
-
-__all__ = [
-    "Lengths",
-    "Requests",
-    "Workload",
-    "from_counts",
-    "from_requests",
-    "zipf",
-]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,23 +148,3 @@ def zipf(skew: float, num_adapters: int) -> Floats:
     """Return p_i proportional to 1 / i^skew, i = 1..N; 0 is uniform."""
     ranks = np.arange(1, count(num_adapters, "adapters", 1) + 1, dtype=float)
     return normalised(ranks ** -non_negative(skew, "zipf"))
-
-
-def from_counts(counts: Sequence[float] | dict[str, float], name: str = "counts") -> Floats:
-    """Return p_i in proportion to calls counted per adapter, in the order given; `name` is for the error."""
-    return normalised(list(counts.values()) if isinstance(counts, dict) else counts, name)
-
-
-def from_requests(requests: Requests, source: str, **options: Any) -> Workload:
-    """Build a trace's workload: popularity by count, its output lengths, and the trace itself for replay."""
-    if not len(requests):
-        raise InputError(f"--trace: {source} holds no requests")
-    return Workload(
-        popularity=normalised(requests.counts(), "trace"),
-        tokens=requests.mean_tokens(),
-        lengths=Lengths.of(requests.output_tokens, source),
-        source=source,
-        trace=requests,
-        names=requests.names,
-        **options,
-    )

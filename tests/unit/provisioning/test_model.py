@@ -69,10 +69,10 @@ def test_table_4_in_and_out_of_sample():
 
 def test_bytes_by_hand():
     h, f, r, b, k = MIXTRAL.hidden, MIXTRAL.ffn, 64, 8, 2
-    paper = geometry.lora_step(MIXTRAL, zipf(0, 1), batch=b, lora_rank=r, ep=1, once_per_shard=False)
+    paper = step_model(popularity=zipf(0, 1), once_per_shard=False).work.step(b, 1)
     assert paper.receive == 2 * b * k * (h + f)
     assert paper.send == 2 * b * k * (2 * f + h)
-    ours = geometry.lora_step(MIXTRAL, zipf(0, 1), batch=b, lora_rank=r, ep=1)
+    ours = step_model(popularity=zipf(0, 1)).work.step(b, 1)
     assert ours.receive == 2 * (b * h + b * k * f)
     assert ours.send == 2 * (b * k * 2 * f + b * h)
     pair = 2 * r * (2 * h + 2 * f + f + h)

@@ -14,18 +14,17 @@ from matplotlib.figure import Figure
 from lora_server import spec
 from lora_server.config import load as config_of
 from lora_server.placement import Layout
+from lora_server.slo import Slo
 from lora_server.units import Size
 from provisioning.inputs import InputError
 from provisioning.model import memory
-from provisioning.plan import slo
 from provisioning.plan.band import band
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
-from provisioning.plan.coupled import coupled
+from provisioning.plan.coupled import coupled, worth
 from provisioning.plan.instances import sized
 from provisioning.plan.judge import judge, played
 from provisioning.plan.sensitivity import headroom
-from provisioning.plan.verdict import worth
 from provisioning.plan.verify import disaggregated, verify
 from provisioning.report import charts, render
 from provisioning.report.document import document
@@ -155,7 +154,7 @@ def test_infeasible_is_exit_3_with_json_and_emits_nothing(tmp_path):
 
 
 def test_percentile_sets_the_target_unless_iar_is_given():
-    assert slo.parse(" tpot_avg = 0.1s , ttft_p99.9=2.5e5us") == slo.Slo(250_000, 99.9, 100_000)
+    assert question(slo=" tpot_avg = 0.1s , ttft_p99.9=2.5e5us").slo == Slo(250_000, 99.9, 100_000)
     assert question(slo="ttft_p99=250ms,tpot_avg=100ms").iar_target == 0.99
     assert question(iar=0.9).iar_target == 0.9
     assert question(iar=0.9).cache.min_cache_slots < question().cache.min_cache_slots

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from provisioning.plan.balance import settled_batch
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import compare
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.instances import base_instances, sized
 from provisioning.plan.judge import played
+from provisioning.plan.loads import settled_batch
 from provisioning.plan.scenario import scenario
 from provisioning.plan.sensitivity import sensitivity
 from provisioning.report.document import document

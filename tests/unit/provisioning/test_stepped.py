@@ -11,10 +11,9 @@ from provisioning.inputs import InputError
 from provisioning.plan.band import band
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
-from provisioning.plan.coupled import coupled
+from provisioning.plan.coupled import coupled, worth
 from provisioning.plan.judge import judge
 from provisioning.plan.stepped import stepped
-from provisioning.plan.verdict import worth
 from provisioning.plan.verify import no_better, system, verify
 from provisioning.simulation.steps import MOST_ENGINES
 from tests.support.provision import QWEN, check_refused, provision, question, typed

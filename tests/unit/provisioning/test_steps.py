@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from provisioning.cli import app
 from provisioning.inputs import InputError
 from provisioning.model import engine_steps
 from provisioning.model.engine_steps import EngineSteps
@@ -15,6 +13,7 @@ from provisioning.simulation.run import System, run
 from provisioning.simulation.steps import StepSystem, run_steps
 from provisioning.workload.requests import Lengths, Requests
 from provisioning.workload.workload import Workload, zipf
+from tests.support.provision import check_refused, provision
 
 # a step takes a second, and a tenth of one for each prompt token beyond the first
 STEPS = EngineSteps(
@@ -175,9 +174,8 @@ def test_simulate_takes_measured_steps(tmp_path):
     asked = ["simulate", "--engine-profile", str(tmp_path / "engine.json"), "--cache-slots", "2", "--adapters", "9"]
     asked += ["--request-rate", "1", "--mean-output-tokens", "10", "--prompt-tokens", "33", "--requests", "300"]
     for mode, least in (("disaggregated", 0.056), ("coupled", 0.056)):
-        made = CliRunner().invoke(app, [*asked, "--mode", mode, "--json"])
+        made = provision(*asked, "--mode", mode, "--json")
         assert made.exit_code == 0, made.output
         found = json.loads(made.stdout)["simulated"]
         assert found["ttft_p50_s"]["mean"] >= least and found["tpot_p50_s"]["mean"] >= 0.02
-    refused = CliRunner().invoke(app, [*asked, "--order", "sjf"])
-    assert refused.exit_code == 2 and "--order: got 'sjf' with --engine-profile" in refused.stderr
+    check_refused(provision(*asked, "--order", "sjf"), "--order: got 'sjf' with --engine-profile")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from provisioning.iar.models import offered_curve
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, normalised
 from provisioning.plan.choice import smallest
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.judge import judge, played
@@ -22,7 +22,7 @@ from provisioning.workload import servegen, traces
 from provisioning.workload.counts import read_counts
 from provisioning.workload.replay import about_peak, over_time
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
-from provisioning.workload.workload import Workload, from_counts, zipf
+from provisioning.workload.workload import Workload, zipf
 from tests.support import provision as support
 from tests.support.provision import ADAPTERS, KINDS, QWEN, SLO, calls, provision, typed, write, write_counts
 
@@ -33,9 +33,9 @@ shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not he
 def test_zipf_and_counts():
     assert zipf(1.0, 4) == pytest.approx(np.array([12, 6, 4, 3]) / 25)
     assert zipf(0, 3) == pytest.approx([1 / 3] * 3)
-    assert from_counts({"a": 3, "b": 1}) == pytest.approx([0.75, 0.25])
+    assert normalised([3, 1], "counts") == pytest.approx([0.75, 0.25])
     with pytest.raises(InputError, match="counts"):
-        from_counts([0, 0])
+        normalised([0, 0], "counts")
 
 
 def test_read_counts(tmp_path):
