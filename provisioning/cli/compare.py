@@ -95,7 +95,7 @@ def _compared(context: typer.Context, budget: int | None, sizes: str | None, say
 
 
 def _sizes(text: str | None, asked: Scenario) -> list[int]:
-    from provisioning.plan.engines import checked_instance_gpus
+    from provisioning.plan.scenario import checked_instance_gpus
 
     if text is None:
         return [asked.model.instance_gpus]

@@ -4,7 +4,6 @@ admissibility      what callers see: checked input, one of three models
 models             `offered`, and what all three share
 literal            the paper's Eq. 2-4
 queued             the working set with its waiting requests
-first_come         a cache without eviction
 search             the smallest cache by `literal`, without trying every size
 oracle             Algorithm 1 word for word, for the tests
 poisson_binomial   the law of the number of present adapters

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from provisioning.arrays import Floats
-from provisioning.iar import first_come, literal, models, queued
+from provisioning.iar import literal, models, queued
 from provisioning.iar.search import literal_min
 from provisioning.inputs import InputError, count, normalised, positive, share
 
@@ -76,7 +76,7 @@ def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
     if wanted == 1:
         return high
     above, below = _FAR, -_FAR  # how far the quantiles at low and high are from the aim
-    middle, last = min(start, math.ceil(first_come.slots(queue.p_N, 1 - wanted))), 0
+    middle, last = min(start, math.ceil(queued.first_come_slots(queue.p_N, 1 - wanted))), 0
     while high - low > 1:
         middle = min(max(middle, low + 1), high - 1)
         iar = queue.iar(middle)

@@ -39,7 +39,6 @@ from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
 from provisioning.arrays import Floats
-from provisioning.iar import first_come
 from provisioning.iar.models import admitted
 from provisioning.iar.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
@@ -76,7 +75,7 @@ class CacheQueue:
         missed = max(self._birth_death(cache_slots), self._mean_field(cache_slots))
         waits = math.exp(min(self._waits[cache_slots], _FOREVER)) / _HORIZON
         lasting = -waits * math.expm1(-1 / waits) if waits > 0 else 0.0
-        missed += lasting * max(first_come.misses(self.p_N, cache_slots) - missed, 0.0)
+        missed += lasting * max(first_come_misses(self.p_N, cache_slots) - missed, 0.0)
         return admitted(missed, cache_slots, self.called)
 
     def _mean_field(self, cache_slots: int) -> float:
@@ -164,3 +163,33 @@ def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
     growth_K = gammaln(counts_K + 1) - gammaln(cache_slots + 1) - (counts_K - cache_slots) * np.log(cache_slots)
     log_law_K = np.log(np.where(law_K > _NOISE, law_K, 1.0))
     return np.where(law_K > _NOISE, log_law_K + growth_K, -np.inf)
+
+
+def first_come_misses(p_N: Floats, cache_slots: int) -> float:
+    """Return the share of calls for adapters without a slot, for 0 < M < N, if the first M called keep the slots.
+
+    After u calls adapter i is in with probability 1 - exp(-u p_i), and M are at the u where these sum to M.
+    """
+
+    def surplus(log_calls: float) -> float:
+        return float(-np.expm1(-math.exp(log_calls) * p_N).sum()) - cache_slots
+
+    return float(p_N @ np.exp(-math.exp(_rising_root(surplus)) * p_N))
+
+
+def first_come_slots(p_N: Floats, missed: float) -> float:
+    """Return the M, a real number, at which `first_come_misses` is `missed`, a share between 0 and 1."""
+
+    def surplus(log_calls: float) -> float:
+        return missed - float(p_N @ np.exp(-math.exp(log_calls) * p_N))
+
+    return float(-np.expm1(-math.exp(_rising_root(surplus)) * p_N).sum())
+
+
+def _rising_root(rising: Callable[[float], float]) -> float:
+    low, high = 0.0, 1.0
+    while rising(high) < 0:
+        low, high = high, high + 1.0
+    while rising(low) > 0:
+        low -= 1.0
+    return float(brentq(rising, low, high, xtol=1e-12))

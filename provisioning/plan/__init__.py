@@ -2,7 +2,7 @@
 
 flags       options of the commands               scenario     from options to the question
 question    what is asked                         loads        its load: instances, cache, steps
-engines     the LLM instances                     instances    how many of them a rate takes
+instances   how many LLM instances a rate takes
 candidates  the layouts that the model accepts    choice       the fewest GPUs of these
 verify      what the simulation bears out         judge        what it says of one system
 stepped     systems simulated step by step

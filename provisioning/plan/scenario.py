@@ -11,17 +11,16 @@ from lora_server import spec
 from lora_server.placement import MOST_REPLICAS
 from lora_server.slo import Slo
 from provisioning.inputs import InputError, count, named, non_negative, normalised, one_of, positive, share
-from provisioning.model import engine_steps
+from provisioning.model import engine_steps, memory
 from provisioning.model import profile as profiles
 from provisioning.model.engine_steps import EngineProfile
-from provisioning.model.geometry import BASE_DTYPES, Wire
-from provisioning.model.hardware import Cluster, gpu_named
+from provisioning.model.geometry import BASE_DTYPES, BaseDtype, Wire
+from provisioning.model.hardware import GIB, Cluster, gpu_named
 from provisioning.model.latency import StepModel
 from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
 from provisioning.model.transports import Transport, transport_named
 from provisioning.plan import classes
-from provisioning.plan.engines import MOST_GPUS, instance_gpus, split_of
 from provisioning.plan.flags import PlanFlags, WorkloadFlags
 from provisioning.plan.question import Prefill, Scenario
 from provisioning.workload.counts import read_counts
@@ -29,8 +28,18 @@ from provisioning.workload.workload import Workload, zipf
 
 MOST_ADAPTERS = 1_000_000
 MOST_TOKENS = 2**31
+MOST_GPUS = 1024
 MOST_CV = 100.0  # longer-tailed arrivals do not settle within a run
 _MOST = 1e9  # of what has no limit of its own: nothing that exists comes near it
+# Instance #GPU of the paper's Table 3.
+_INSTANCE_GPUS = {
+    "gpt-oss-20b": 1,
+    "gpt-oss-20b-paper": 1,
+    "qwen3-30b-a3b": 2,
+    "mixtral-8x7b": 2,
+    "scaled-moe": 4,
+    "dbrx": 4,
+}
 
 
 def workload(flags: WorkloadFlags, seed: int = 0, window: float | None = None) -> Workload:
@@ -163,6 +172,41 @@ def _engine_profile(flags: PlanFlags, asked: Load) -> EngineProfile | None:
     if asked.request_rate is None:
         raise InputError("--batch-size: with --engine-profile the batch follows from the rate; give --request-rate")
     return engine_steps.read(flags.engine_profile)
+
+
+def split_of(text: str) -> float | None:
+    """Parse the share of the memory for adapters; None if it is to be searched."""
+    if text in ("tuned", "paper"):
+        return None if text == "tuned" else 0.5
+    try:
+        number = float(text)
+    except ValueError:
+        raise InputError(f"--coupled-split: got {text!r}, expected tuned, paper or a share such as 0.5") from None
+    return share(number, "--coupled-split")
+
+
+def instance_gpus(given: int | None, geometry: spec.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
+    """Return the GPUs of an LLM instance: as given, or the paper's, or the fewest that hold the weights."""
+    needed = memory.smallest_instance(geometry, cluster, dtype)
+    if needed > MOST_GPUS:
+        raise InputError(
+            f"--gpu-memory-gib: got {cluster.gpu.memory_bytes / GIB:g}, but the weights of {geometry.name} do not fit "
+            f"on {MOST_GPUS:,} such GPUs; give more memory"
+        )
+    if given is None:
+        return max(_INSTANCE_GPUS.get(geometry.name, 1), needed)
+    return checked_instance_gpus(given, "--instance-gpus", geometry, cluster, dtype)
+
+
+def checked_instance_gpus(given: int, flag: str, geometry: spec.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
+    """Return the given number if the weights fit; raises InputError."""
+    gpus = count(given, flag, 1, MOST_GPUS)
+    if memory.instance_free_bytes(geometry, cluster, gpus, dtype) <= 0:
+        raise InputError(
+            f"{flag}: got {gpus}, but the weights of {geometry.name} do not fit; "
+            f"give {memory.smallest_instance(geometry, cluster, dtype)} or more"
+        )
+    return gpus
 
 
 def scenario(flags: PlanFlags) -> Scenario:

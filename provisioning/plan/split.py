@@ -10,8 +10,8 @@ import numpy as np
 from provisioning.arrays import Floats, Ints
 from provisioning.iar.models import offered_curve
 from provisioning.model import memory
-from provisioning.plan.engines import MOST_GPUS
 from provisioning.plan.question import Scenario
+from provisioning.plan.scenario import MOST_GPUS
 from provisioning.simulation.run import assign_greedily
 from provisioning.workload.workload import Workload
 

@@ -2,9 +2,8 @@
 
 workload          popularity, lengths and burstiness, and calls sampled from them
 requests          a sequence of calls, and the laws that lengths and gaps are drawn from
-replay            a trace's load over time, its peak, and what of it is replayed
+replay            a trace's load and mix of adapters over time, its peak, and what of it is replayed
 days              other days of a trace: the process that is fitted to it
-mixes             the mix of adapters of each window, where it changes
 together          adapters whose load moves together: tenants
 counts            reads calls per adapter (JSON, CSV)
 traces            reads traces (CSV, JSONL)

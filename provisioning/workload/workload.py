@@ -16,8 +16,7 @@ import numpy as np
 from provisioning.arrays import Floats
 from provisioning.inputs import count, non_negative, normalised
 from provisioning.workload.days import DayProcess
-from provisioning.workload.mixes import WindowMix, mixes
-from provisioning.workload.replay import LoadOverTime, about_peak, marked, over_time
+from provisioning.workload.replay import LoadOverTime, WindowMix, about_peak, marked, mixes, over_time
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
 
 
