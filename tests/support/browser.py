@@ -20,6 +20,20 @@ from tests.support.serving import HANG_SECONDS, until
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser")
+CONTRAST = """
+const numbers = (color) => color.match(/[0-9.]+/g).map(Number);
+function light(color) {
+  const [r, g, b] = color.slice(0, 3).map((value) => {
+    const share = value / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function contrast(one, other) {
+  const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+"""  # of two colours: WCAG 2
 
 
 class Page:

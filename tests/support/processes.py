@@ -14,6 +14,12 @@ ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 300.0
 
 
+def python(*arguments, **environment):
+    """Run this Python in the checkout; return what it said and its exit status."""
+    options = {"cwd": ROOT, "env": os.environ | environment, "timeout": HANG_SECONDS, "check": False}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
+
+
 def start(script, *arguments, pass_fds=()):
     """A python process of ours; it prints one line per thing that the test waits for."""
     command = [sys.executable, "-c", script, *map(str, arguments)]

@@ -1,13 +1,18 @@
-"""`lora-server merge` against PEFT's merge_and_unload, and what it refuses."""
+"""`lora-server merge` against PEFT's merge_and_unload, what it refuses, what it prints, and of what it warns."""
 
 import json
+import re
 import struct
 
 import pytest
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from lora_server.adapters import validate_adapter
+from lora_server.cli import app
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError
 from lora_server.merge import Merge, write
@@ -15,6 +20,7 @@ from lora_server.merge.checkpoint import base_weights
 from lora_server.merge.rounding import expected_factors
 from lora_server.merged import MERGED, find_merged
 from lora_server.spec import load
+from tests.support.screens import on_terminal
 
 CASES = [
     *((kind, {"targets": "all"}) for kind in tiny.KINDS),
@@ -36,12 +42,6 @@ def header(path):
     return content[: 8 + struct.unpack("<Q", content[:8])[0]]
 
 
-def transformers_model(path, dtype=torch.float32):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-
-
 def made(tmp_path, kind, dtype=torch.float32, shards="5GB", **settings):
     model = tiny.make_model(kind, dtype=dtype)
     model.save_pretrained(tmp_path / "base", max_shard_size=shards)
@@ -58,7 +58,7 @@ def test_weights_are_those_of_pefts_merge(kind, settings, tmp_path):
     record = merge(base, law, out)
     for_peft = "style" not in settings and settings["targets"] != "shared-outer"
     expected = tiny.apply_literal(model, law) if not for_peft else tiny.peft_model(model, law).merge_and_unload()
-    merged = transformers_model(out).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     changed = 0
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6, msg=name)
@@ -111,9 +111,8 @@ def test_an_interrupted_merge_continues_and_leaves_no_output_before(tmp_path):
     record = merge(base, law, out)
     assert (out / files[0]).stat().st_mtime_ns == before
     assert not list(tmp_path.glob(".out*"))
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*files, "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", MERGED]
-    )
+    others = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", MERGED}
+    assert {path.name for path in out.iterdir()} == {*files, *others}
     merge(base, law, tmp_path / "once")
     for name in files:
         assert (out / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
@@ -134,33 +133,30 @@ def test_memory_holds_one_matrix_of_one_expert(tmp_path, monkeypatch):
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path):
     model, base, law, out = made(tmp_path, "llama", targets="all")
     merge(base, law, out)
-    with pytest.raises(ConfigError, match="a path that exists"):
-        merge(base, law, out)
-    with pytest.raises(ConfigError, match="a merged model"):
-        merge(out, law, tmp_path / "twice")
+
+    def refuses(says, base=base, law=law, out=tmp_path / "new"):
+        with pytest.raises(ConfigError, match=says):
+            merge(base, law, out)
+
+    refuses("a path that exists", out=out)
+    refuses("a merged model", base=out)
     weights, config = base / "model.safetensors", json.loads((base / "config.json").read_text())
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match="truncated or damaged"):
-        merge(base, law, tmp_path / "new")
+    refuses("truncated or damaged")
     weights.write_bytes(whole)
     save_file({name: one.to(torch.float8_e4m3fn) for name, one in load_file(weights).items()}, weights)
-    with pytest.raises(ConfigError, match="of F8_E4M3, expected"):
-        merge(base, law, tmp_path / "new")
+    refuses("of F8_E4M3, expected")
     save_file({"model.norm.weight": torch.ones(64)}, weights)
-    with pytest.raises(ConfigError, match="no tensor for gate of Site"):
-        merge(base, law, tmp_path / "new")
+    refuses("no tensor for gate of Site")
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ConfigError, match=r"quantised base model \(fp8\)"):
-        merge(base, law, tmp_path / "new")
+    refuses(r"quantised base model \(fp8\)")
     (base / "config.json").write_text(json.dumps(config))
     tiny.make_adapter(model, tmp_path / "late", lora_rank=2, seed=1, targets="qv", invocation=[5, 6])
     weights.write_bytes(whole)
-    with pytest.raises(ConfigError, match="an activated LoRA"):
-        merge(base, tmp_path / "late", tmp_path / "new")
+    refuses("an activated LoRA", law=tmp_path / "late")
     weights.unlink()
-    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
-        merge(base, law, tmp_path / "new")
+    refuses(r"no model\.safetensors")
     assert not (tmp_path / "new").exists()
 
 
@@ -169,15 +165,80 @@ def test_a_merged_model_that_was_copied_in_part_is_refused(tmp_path):
     merge(base, law, out)
     assert find_merged(base) is None
     weights, record = out / "model.safetensors", out / MERGED
-    weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: got \d+ bytes, expected"):
-        find_merged(out)
-    weights.unlink()
-    with pytest.raises(ConfigError, match="no such file"):
-        find_merged(out)
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 2}))
-    with pytest.raises(ConfigError, match="got format 2"):
-        find_merged(out)
-    record.write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        find_merged(out)
+    short, later = weights.read_bytes()[:-8], json.dumps(json.loads(record.read_text()) | {"format": 2})
+    for damage, says in (
+        (lambda: weights.write_bytes(short), r"model\.safetensors: got \d+ bytes, expected"),
+        (weights.unlink, "no such file"),
+        (lambda: record.write_text(later), "got format 2"),
+        (lambda: record.write_text("{"), "cannot be read"),
+    ):
+        damage()
+        with pytest.raises(ConfigError, match=says):
+            find_merged(out)
+
+
+# -- the command
+
+
+@pytest.fixture(autouse=True)
+def _logs():
+    """The command's logs go to the test's stderr, which ends with it."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A bfloat16 base model, and adapters whose deltas are about 0.1 and 1.5 of its weights."""
+    root = tmp_path_factory.mktemp("merge")
+    model = tiny.make_model("llama", dtype=torch.bfloat16)
+    tiny.save_model(model, root / "base")
+    for name, alpha in (("small", 1.6), ("large", 24.0)):
+        tiny.make_adapter(model, root / name, lora_rank=4, seed=5, targets="all", alpha=alpha)
+    return root
+
+
+def flags(files, out, adapter="small", *more):
+    return ["merge", "--base-model", str(files / "base"), "--adapter", str(files / adapter), "--out", str(out), *more]
+
+
+def printed(*asked):
+    found = CliRunner().invoke(app, flags(*asked))
+    assert found.exit_code == 0, found.output
+    return " ".join(found.stdout.split()), " ".join(found.stderr.split())
+
+
+def test_errors_are_printed_beside_what_the_law_expects(files, tmp_path):
+    shown, warnings = printed(files, tmp_path / "out")
+    record = find_merged(tmp_path / "out")
+    assert f"its delta is {record.delta_ratio:.2g} of the weights" in shown and not warnings
+    assert re.search(r"rows of error, not merged error, merged ratio expected small \S+ \S+ \S+x 1\.00x", shown)
+    ratios = r"the base model 1\.\de-03 \S+ 1\.7\dx 1\.74x another adapter \S+ \S+ 1\.2\dx 1\.23x"
+    assert re.search(ratios, shown), shown
+    found = CliRunner().invoke(app, flags(files, tmp_path / "again", "small", "--json"))
+    assert json.loads(found.stdout)["delta_ratio"] == record.delta_ratio
+
+
+def test_a_delta_that_is_large_beside_the_weights_gets_a_warning_with_figures_and_a_cure(files, tmp_path):
+    _, warnings = printed(files, tmp_path / "out", "large")
+    for rows, most, limit in (("the base model", "2", "0.57"), ("another adapter", "1.4", "0.92")):
+        assert re.search(
+            rf"warning: rows of {rows} have \d\.\d\d times the rounding error of an engine without a merge "
+            rf"\(\S+ and \S+\), expected at most {most} times: the delta is 1\.\d\d of the weights, and up to {limit} "
+            "keeps it; leave this adapter to the server, or merge it into a float32 copy of the base model",
+            warnings,
+        ), warnings
+
+
+@pytest.mark.parametrize(("share", "warns"), [("0.24", True), ("0.5", False), ("0.8", False)])
+def test_a_share_below_break_even_gets_a_warning(files, tmp_path, share, warns):
+    _, warnings = printed(files, tmp_path / "out", "small", "--hot-share", share)
+    expected = "warning: --hot-share 0.24: the server computes 1.52 entries per adapter row, and 1.00 without a merge"
+    assert (expected in warnings) == warns == bool(warnings)
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(files, tmp_path):
+    _, seen = on_terminal("lora_server", flags(files, tmp_path / "out"), "stderr")
+    assert "merging (MiB)" in seen
+    _, warnings = printed(files, tmp_path / "again")
+    assert warnings == ""

@@ -134,11 +134,8 @@ def let_in(text):
 def test_the_documented_firewalls_open_these_ports():
     rule, node = DataPorts(7500, Layout(2, 2)), ServeConfig(base_model="M")
     orders = {rule.orders(stage).number for stage in range(2)}
-    expected = {
-        "nodes": {node.listen.port} | orders,
-        "engines": {node.listen.port} | set(rule.span()) - orders,
-        "monitoring": {node.http.port},
-    }
+    expected = {"nodes": {node.listen.port} | orders, "engines": {node.listen.port} | set(rule.span()) - orders}
+    expected |= {"monitoring": {node.http.port}}
     found = {block.language: block.text for block in blocks("docs/ports.md")}
     accepted = re.findall(r'dport \{(.+)\} accept comment "(\w+)"', found["nft"])
     assert {who: let_in(ports) for ports, who in accepted} == expected

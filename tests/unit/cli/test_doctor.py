@@ -103,10 +103,8 @@ def test_shared_memory_that_is_not_mounted(tmp_path):
 
 def test_a_port_that_is_taken_says_by_whom():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        places = NodeResources(
-            [("--listen", Address("127.0.0.1", taken.getsockname()[1])), ("--http", Address("::1", 0))]
-        )
-        found = next(iter(network.ports(places)))
+        places = [("--listen", Address("127.0.0.1", taken.getsockname()[1])), ("--http", Address("::1", 0))]
+        found = next(iter(network.ports(NodeResources(places))))
     assert found.state is Outcome.FAILED
     assert "listens there" in found.found and "--listen" in found.cure
 
@@ -132,16 +130,13 @@ def test_no_limit_of_an_old_control_group_is_none():
     assert container_bytes(written.get) is None and available_bytes(written.get) == 32 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("version", "now", "ready", "wrong"),
-    [
-        (__version__, 1000.4, True, []),
-        ("9.9", 1000.0, True, ["version"]),
-        (__version__, 1007.0, True, ["clock"]),
-        (__version__, 993.0, True, ["clock"]),
-        (__version__, 1000.0, False, ["server"]),
-    ],
-)
+@pytest.mark.parametrize(("version", "now", "ready", "wrong"), [
+    (__version__, 1000.4, True, []),
+    ("9.9", 1000.0, True, ["version"]),
+    (__version__, 1007.0, True, ["clock"]),
+    (__version__, 993.0, True, ["clock"]),
+    (__version__, 1000.0, False, ["server"]),
+])  # fmt: skip
 def test_a_server_of_another_version_or_time(version, now, ready, wrong):
     reply = pb.StatusReply(version=version, now=now, ready=ready, reason="shards not up: [2]")
     found = list(server_findings("h:7400", reply, 999.0, 1001.0))

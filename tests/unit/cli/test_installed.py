@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lora_server import __version__, installed
 from lora_server.errors import ConfigError
-from tests.support.serving import HANG_SECONDS
+from tests.support.processes import python
 from tests.support.sources import FILES, PACKAGES, ROOT, imports, module_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -126,30 +125,25 @@ def test_the_size_that_the_page_says_before_it_begins_is_that_of_this_environmen
     assert on_disk(installed.OURS, "server") / 1e9 == pytest.approx(float(said[1]), rel=0.15)
 
 
-def run(*command, **environment):
-    options = {"cwd": ROOT, "env": os.environ | environment, "timeout": HANG_SECONDS, "check": False}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
-
-
 def test_an_engine_needs_no_extra():
     """What the hooks of every engine stand on, where what only extras bring is missing."""
     hidden = sorted({name for extra in ("server", "provision") for name in installed.EXTRAS[extra]})
     neutral = [module_of(file) for file in FILES if part_of(file) == "client_connector"]
-    done = run("-c", f"import sys; sys.modules.update(dict.fromkeys({hidden})); import {', '.join(neutral)}")
+    done = python("-c", f"import sys; sys.modules.update(dict.fromkeys({hidden})); import {', '.join(neutral)}")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("module", "extra"), [("lora_server", "server"), ("provisioning", "provision")])
 def test_without_the_extra_one_line_says_so(module, extra):
     """-S: no site-packages at all."""
-    done = run("-S", "-m", module, "-h")
+    done = python("-S", "-m", module, "-h")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"pip install '.[{extra}]' in a checkout of lora-server" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("module", "name"), [("lora_server", "lora-server"), ("provisioning", "provision")])
 def test_version(module, name):
-    done = run("-m", module, "--version")
+    done = python("-m", module, "--version")
     assert (done.returncode, done.stdout) == (0, f"{name} {__version__}\n"), done.stderr
 
 
@@ -165,7 +159,7 @@ def test_another_distribution_with_one_of_our_names_is_refused(tmp_path, record)
     other_distribution(tmp_path, record)
     with pytest.raises(ConfigError, match=r"provisioning: got one of tenants 1\.2 .* uninstall"):
         installed.check_names([str(tmp_path)])
-    done = run("-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    done = python("-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
     assert (done.returncode, "tenants 1.2" in done.stderr, done.stderr.count("\n")) == (2, True, 1)
 
 
@@ -178,7 +172,7 @@ def test_a_package_that_hides_one_of_ours_is_named(tmp_path):
     (tmp_path / "kernels_cuda").mkdir()
     (tmp_path / "kernels_cuda/__init__.py").touch()
     # -P: without it the working directory, which is the checkout, comes first
-    done = run("-P", "-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    done = python("-P", "-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert (done.returncode, str(tmp_path / "kernels_cuda") in done.stderr) == (2, True), done.stderr
 
 

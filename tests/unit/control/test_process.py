@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server.logs import Repeats
+from tests.support.processes import python
 from tests.support.serving import HANG_SECONDS
 
 
@@ -55,8 +56,7 @@ hangs_here()
 
 @pytest.mark.parametrize(("turns", "code"), [(0, 0), (3, 1)], ids=["before its first turn", "after it"])
 def test_a_loop_that_hangs_ends_its_process_and_says_where(turns, code):
-    command = [sys.executable, "-c", HANGS, str(turns)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    ended = python("-c", HANGS, str(turns))
     assert ended.returncode == code, ended.stderr
     assert ("in hangs_here" in ended.stderr) == bool(code)
     assert ("the loop hangs" in ended.stdout + ended.stderr) == bool(code)
@@ -141,6 +141,5 @@ print(memory().rss - before >> 20)
 @pytest.mark.parametrize("give_back", [False, True])
 def test_large_buffers_are_given_back(give_back):
     """MB that are kept of 64 with something small between them; without the call most are, else it shows nothing."""
-    command = [sys.executable, "-c", KEPT.format(give_back=give_back)]
-    kept = int(subprocess.run(command, capture_output=True, check=True, text=True, timeout=HANG_SECONDS).stdout)
+    kept = int(python("-c", KEPT.format(give_back=give_back)).stdout)
     assert kept < 10 if give_back else kept > 30

@@ -64,10 +64,14 @@ def chart():
     return helm.Chart.load(str(CHART))
 
 
+def documents(values):
+    texts = chart().render(values, name="lora", namespace="ml").values()
+    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+
+
 def render(values):
     """Objects by kind; the chart has one of each."""
-    texts = chart().render(values, name="lora", namespace="ml").values()
-    found = [one for text in texts for one in yaml.safe_load_all(text) if one]
+    found = documents(values)
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
 
@@ -132,10 +136,8 @@ def test_ports_agree_between_the_command_the_probes_the_service_and_the_policy(v
             assert asked == {"path": f"/{path}", "port": "http", "scheme": "HTTPS" if config.tls_cert else "HTTP"}
     service = {one["name"]: (one["port"], one["targetPort"]) for one in objects["Service"]["spec"]["ports"]}
     assert service == {name: (port, name) for name, port in named.items()}
-    opened = [
-        [range(port["port"], port.get("endPort", port["port"]) + 1) for port in rule["ports"]]
-        for rule in objects["NetworkPolicy"]["spec"]["ingress"]
-    ]
+    rules = [rule["ports"] for rule in objects["NetworkPolicy"]["spec"]["ingress"]]
+    opened = [[range(port["port"], port.get("endPort", port["port"]) + 1) for port in ports] for ports in rules]
     layout = Layout.parse(config.layout)
     data = DataPorts(config.data_port_base, layout)
     control, http = (range(port, port + 1) for port in (config.listen.port, config.http.port))
@@ -189,26 +191,14 @@ def test_pods_are_not_root_and_write_to_volumes_alone(values):
         assert not spec["enableServiceLinks"], "variables of Services begin with LORA_SERVER_"
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"insecure": False},
-        {"insecure": False, "tls": {"secret": "lora-tls"}},
-        {"model": {"preset": ""}},
-        {"model": {"preset": "mixtral-8x7b", "configMap": "mixtral"}},
-        {"layout": "ep2"},
-        {"nodes": 0},
-        {"ports": {"control": 70000}},
-        {"ports": {"data": 40000}},
-        {"extraArgs": ["--wire e4m3"]},
-        {"replicas": 2},
-        {"adaptersClaim": "no_such_name"},
-        {"networkPolicy": {"engines": []}},  # which would let in every pod
-        {"standby": {"enabled": True, "registrySecret": "lora-registry"}},
-        {"standby": {"enabled": True}, "joinTokenSecret": "lora-join"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("bad", [
+    {"insecure": False}, {"insecure": False, "tls": {"secret": "lora-tls"}},
+    {"model": {"preset": ""}}, {"model": {"preset": "mixtral-8x7b", "configMap": "mixtral"}},
+    {"layout": "ep2"}, {"nodes": 0}, {"ports": {"control": 70000}}, {"ports": {"data": 40000}},
+    {"extraArgs": ["--wire e4m3"]}, {"replicas": 2}, {"adaptersClaim": "no_such_name"},
+    {"networkPolicy": {"engines": []}},  # which would let in every pod
+    {"standby": STANDBY}, {"standby": {"enabled": True}, "joinTokenSecret": "lora-join"},
+], ids=str)  # fmt: skip
 def test_bad_values_are_refused(bad):
     with pytest.raises(helm.HelmError):
         chart().render(TRUSTED | bad, name="lora", namespace="ml")
@@ -240,16 +230,9 @@ def test_the_install_of_the_documents_renders_and_has_every_secret_that_it_makes
     assert objects["Service"]["metadata"]["name"] in text
 
 
-def by_name(values):
-    """Objects by kind and name."""
-    texts = chart().render(values, name="lora", namespace="ml").values()
-    found = [one for text in texts for one in yaml.safe_load_all(text) if one]
-    return {(one["kind"], one["metadata"]["name"]): one for one in found}
-
-
 def test_a_standby_is_a_second_controller_that_every_node_knows(monkeypatch):
     monkeypatch.setenv("LORA_SERVER_REGISTRY", "postgresql://lora@postgres/lora")  # of the Secret
-    objects = by_name(SECURE | {"standby": STANDBY})
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in documents(SECURE | {"standby": STANDBY})}
     deployment, service = objects["Deployment", "lora-standby"], objects["Service", "lora-standby"]
     check_fields("apps.v1.Deployment", deployment)
     check_fields("core.v1.Service", service)
@@ -258,9 +241,8 @@ def test_a_standby_is_a_second_controller_that_every_node_knows(monkeypatch):
     configs = [load(flags(pod, rank, 3)) for rank, pod in ((0, leader), (1, worker), (0, standby))]
     assert [config.standby for config in configs] == [False, False, True]
     assert {str(config.controller) for config in configs} == {"lora-0.lora.ml:7000,lora-standby.ml:7000"}
-    assert {(config.nodes, config.layout, str(config.join_token_file)) for config in configs} == {
-        (3, "ep4-pp3", "/join/token")
-    }
+    told = {(config.nodes, config.layout, str(config.join_token_file)) for config in configs}
+    assert told == {(3, "ep4-pp3", "/join/token")}
     for pod, has in ((leader, True), (worker, False), (standby, True)):
         named = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container(pod)["env"]}
         assert named.get("LORA_SERVER_REGISTRY") == ({"name": "lora-registry", "key": "url"} if has else None)
@@ -281,9 +263,8 @@ def test_the_engines_of_the_example_are_as_the_connector_and_kubernetes_want_the
     check_fields("apps.v1.Deployment", objects["Deployment"])
     check_fields("core.v1.Service", objects["Service"])
     pod = objects["Deployment"]["spec"]["template"]
-    assert not pod["spec"]["enableServiceLinks"] and objects["Service"]["spec"]["selector"].items() <= (
-        pod["metadata"]["labels"].items()
-    )
+    assert objects["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert not pod["spec"]["enableServiceLinks"]
     told = {one["name"]: one["value"] for one in container(pod)["env"]}
     assert find({}, told).address == told["LORA_SERVER_ADDRESS"]
     assert set(told) <= {*ENVIRONMENT.values(), TLS_CA, TLS_NAME, TOKEN_FILE}
@@ -296,9 +277,8 @@ def test_the_pool_of_the_example_selects_the_engines_at_their_port():
     pool = objects["InferencePool"]["spec"]
     jsonschema.Draft202012Validator(POOL).validate(pool)
     assert pool["selector"]["matchLabels"].items() <= engines["metadata"]["labels"].items()
-    assert [one["number"] for one in pool["targetPorts"]] == [
-        one["containerPort"] for one in container(engines)["ports"]
-    ]
+    ports = [one["containerPort"] for one in container(engines)["ports"]]
+    assert [one["number"] for one in pool["targetPorts"]] == ports
     (rule,) = objects["HTTPRoute"]["spec"]["rules"]
     group, _ = objects["InferencePool"]["apiVersion"].split("/")
     target = {"group": group, "kind": "InferencePool", "name": objects["InferencePool"]["metadata"]["name"]}

@@ -2,12 +2,11 @@
 
 import graphlib
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.serving import HANG_SECONDS
+from tests.support.processes import python
 from tests.support.sources import FILES, PACKAGES, ROOT, imports, module_of
 
 
@@ -68,8 +67,8 @@ CHEAP = {
 def test_importing_is_cheap(side):
     report = "\nprint(json.dumps(sorted(sys.modules)))\n"
     code = "import json, sys\n" + "".join(statement + report for statement, _ in CHEAP[side])
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     for (statement, absent), line in zip(CHEAP[side], done.stdout.splitlines(), strict=True):
         found = [m for m in json.loads(line) if any(within(m, prefix) for prefix in [*absent, *HTTP])]
         assert not found, f"{statement} loads {found[:10]}"

@@ -8,7 +8,7 @@ from html import unescape
 
 import pytest
 
-from tests.support.browser import look, needs_browser
+from tests.support.browser import CONTRAST, look, needs_browser
 from tests.support.serving import HANG_SECONDS
 from tests.support.sources import ROOT
 
@@ -18,23 +18,14 @@ PARTS, FRAMES = 4, "frames.html"
 LEGIBLE = 4.5  # contrast of text: WCAG 2, AA
 MEASURE = """
 const WIDTHS = %s;
-const numbers = (color) => color.match(/[0-9.]+/g).map(Number);
 function over([r, g, b, a = 1], ground) { return [r, g, b].map((value, i) => a * value + (1 - a) * ground[i]); }
 function ground(element) {
   if (!element) return [255, 255, 255];
   return over(numbers(getComputedStyle(element).backgroundColor), ground(element.parentElement));
 }
-function light(color) {
-  const [r, g, b] = color.map((value) => {
-    const share = value / 255;
-    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
-  });
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-}
-function contrast(element) {
-  const below = ground(element), ink = over(numbers(getComputedStyle(element).color), below);
-  const [low, high] = [light(ink), light(below)].sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
+function contrastOf(element) {
+  const below = ground(element);
+  return contrast(over(numbers(getComputedStyle(element).color), below), below);
 }
 const own = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
 function columns(page, width) {
@@ -72,7 +63,7 @@ function measure(name, frame) {
   const texts = [...kinds.values()];
   for (const scheme of ["default", "slate"]) {
     page.body.setAttribute("data-md-color-scheme", scheme);
-    const faint = texts.filter((one) => contrast(one) < %s);
+    const faint = texts.filter((one) => contrastOf(one) < %s);
     result.faint.push(...faint.slice(0, 3).map((one) => [scheme, one.className, one.textContent]));
   }
   result.texts = texts.length;
@@ -103,11 +94,9 @@ def site(tmp_path_factory):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_page_fits_every_width_and_is_legible_in_light_and_dark(site, tmp_path, part):
     """Nothing makes a page wider than its window; a table of settings shows flag, default and meaning first."""
-    pages = sorted(
-        str(file.relative_to(site)) for file in site.rglob("*.html") if file.name not in ("404.html", FRAMES)
-    )
-    pages = pages[part::PARTS]
-    script = MEASURE % (json.dumps(WIDTHS), LEGIBLE)
+    files = (file for file in site.rglob("*.html") if file.name not in ("404.html", FRAMES))
+    pages = sorted(str(file.relative_to(site)) for file in files)[part::PARTS]
+    script = CONTRAST + MEASURE % (json.dumps(WIDTHS), LEGIBLE)
     shown = "".join(f'<iframe src="{page}" width="1280" height="100" style="border: 0"></iframe>' for page in pages)
     (frames := site / FRAMES).write_text(f"<!doctype html><meta charset=utf-8><script>{script}</script>{shown}")
     elements, _ = look(frames.as_uri(), tmp_path, "--allow-file-access-from-files", size=(2000, 1000))
