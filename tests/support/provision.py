@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from provisioning.cli import app
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.scenario import scenario
+from provisioning.workload.requests import Requests
 from provisioning.workload.workload import zipf
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
@@ -34,6 +36,13 @@ ASKED = typed(slo=SLO, model="mixtral-8x7b", adapters=512, **LOAD)
 def provision(*arguments):
     """Run the command in this process."""
     return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def as_json(*arguments):
+    """Run the command with --json, which succeeds; return what it prints."""
+    found = provision(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
 
 
 def check_refused(found, says):
@@ -67,6 +76,14 @@ def calls(kind: str, seed: int, num: int = 15_000, span_s: float = 3600.0):
     if kind == "long-tail":
         tokens = np.where(adapter >= 30, 4 * tokens, tokens)
     return arrival_s, adapter, tokens.astype(int)
+
+
+def requests(arrival_s, tokens, adapter=None, num_adapters=ADAPTERS, names=()):
+    """Make requests of these arrivals and output tokens; without `adapter` all are of the first one."""
+    arrival_s = np.asarray(arrival_s, dtype=float)
+    adapter = np.zeros(arrival_s.size, dtype=np.int64) if adapter is None else np.asarray(adapter)
+    fields = {"num_adapters": num_adapters, "names": names}
+    return Requests(arrival_s=arrival_s, adapter=adapter, output_tokens=np.asarray(tokens), **fields)
 
 
 def write(path: Path, kind: str, seed: int, **size) -> Path:

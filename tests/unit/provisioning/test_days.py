@@ -8,18 +8,15 @@ from provisioning.plan.judge import judge
 from provisioning.plan.verify import disaggregated
 from provisioning.simulation.measure import Estimate
 from provisioning.workload.days import DayProcess
-from provisioning.workload.requests import Requests
 from provisioning.workload.together import groups
-from tests.support.provision import DECODING, QWEN, calls, question, write
+from tests.support.provision import DECODING, QWEN, calls, question, requests, write
 
 
 def trace(kind, seed=1, days=1):
-    each = [calls(kind, seed + day) for day in range(days)]
-    arrival_s = np.concatenate(
-        [at * (86_400 / 3600 if days > 1 else 1) + 86_400 * day for day, (at, _, _) in enumerate(each)]
-    )
+    each, slower = [calls(kind, seed + day) for day in range(days)], 86_400 / 3600 if days > 1 else 1
+    arrival_s = np.concatenate([at * slower + 86_400 * day for day, (at, _, _) in enumerate(each)])
     adapter, tokens = (np.concatenate([one[place] for one in each]) for place in (1, 2))
-    return Requests(arrival_s=arrival_s, adapter=adapter, output_tokens=tokens, num_adapters=300)
+    return requests(arrival_s, tokens, adapter)
 
 
 def loads(requests, num, span_s):
@@ -46,9 +43,8 @@ def test_a_diurnal_trace_has_its_curve_every_day():
 def test_of_several_days_one_is_drawn():
     process = DayProcess.of(trace("diurnal", days=3))
     day = process.day(4)
-    assert (
-        process.groups[0].per_day == 96 and day.arrival_s[-1] <= 86_400 and len(day) == pytest.approx(15_000, rel=0.1)
-    )
+    assert process.groups[0].per_day == 96
+    assert day.arrival_s[-1] <= 86_400 and len(day) == pytest.approx(15_000, rel=0.1)
     assert loads(day, 8, 86_400)[1] > 1.4 and loads(day, 8, 86_400)[6] < 0.6
 
 
@@ -59,21 +55,15 @@ def test_adapters_that_are_called_together_still_are():
         day = process.day(seed)
         window = (day.arrival_s * 48 // 3600).astype(int)
         alike = [np.unique(day.adapter[window == at]).size for at in range(48)]
-        assert np.median(alike) < 1.15 * np.median(
-            [np.unique(process.trace.adapter[at : at + 312]).size for at in range(0, 14_000, 312)]
-        )
+        of_trace = [np.unique(process.trace.adapter[at : at + 312]).size for at in range(0, 14_000, 312)]
+        assert np.median(alike) < 1.15 * np.median(of_trace)
 
 
 def test_days_have_higher_and_lower_peaks_than_the_trace():
     arrival_s, adapter, tokens = calls("steady", 3)
     busy = (arrival_s % 900) < 300  # the calls of these minutes come twice
     both = np.sort(np.r_[arrival_s, arrival_s[busy] + 0.01])
-    twice = Requests(
-        arrival_s=both,
-        adapter=np.resize(adapter, both.size),
-        output_tokens=np.resize(tokens, both.size),
-        num_adapters=300,
-    )
+    twice = requests(both, np.resize(tokens, both.size), np.resize(adapter, both.size))
     process = DayProcess.of(twice)
     peaks = [loads(process.day(seed), 24, 3600).max() for seed in range(1, 9)]
     assert process.spreads[1] > 0.03 and min(peaks) < loads(twice, 24, 3600).max() < max(peaks)
@@ -96,9 +86,8 @@ def test_tenants_that_are_busy_by_chance_are_told_from_those_that_take_turns():
 
 
 def test_a_plan_of_a_trace_is_judged_by_days(tmp_path):
-    asked = question(
-        **(QWEN | DECODING | {"adapters": None, "trace": write(tmp_path / "t.csv", "steady", 5, num=4000)})
-    )
+    trace = write(tmp_path / "t.csv", "steady", 5, num=4000)
+    asked = question(**QWEN, **DECODING, adapters=None, trace=trace)
     chosen = smallest(asked).chosen
     found = judge(asked, disaggregated(chosen), chosen.mean_step_us, 5)
     assert found.seeds == 20 and found.within_ttft.low <= found.own <= found.within_ttft.high + 0.02

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from bench.profile import of_gpu_run
 from lora_server import spec
-from lora_server import spec as specs
+from lora_server.adapters import WEIGHTS
 from lora_server.placement import Layout, Placement
 from provisioning.inputs import InputError
 from provisioning.model import geometry, library, memory, profile, table1, table4
@@ -33,9 +33,8 @@ def test_table_1_as_printed():
     b, k, p, x, y = 128, 2, 2, 4, 2
     m = x * y
     dp, pp, ep, hybrid = (table1.volumes(name, b=b, k=k, p=p, x=x, y=y) for name in ("dp", "pp", "ep", "hybrid"))
-    assert dp == table1.Volumes(
-        peer_volume=b * k / (p * m), peers_of_client=m, peers_of_server=p, compute_volume=b * k / m, sync_scope=m
-    )
+    volumes = {"peer_volume": b * k / (p * m), "compute_volume": b * k / m}
+    assert dp == table1.Volumes(peers_of_client=m, peers_of_server=p, sync_scope=m, **volumes)
     assert (pp.peer_volume, pp.peers_of_client, pp.compute_volume, pp.sync_scope) == (b * k / p, 1, b * k, 1)
     assert (ep.peer_volume, ep.peers_of_client, ep.compute_volume, ep.sync_scope) == (b * k / m, m / p, b * k / m, m)
     assert (hybrid.peer_volume, hybrid.peers_of_client) == (b * k / max(p, x), max(x / p, 1))
@@ -53,7 +52,7 @@ def test_peers_of_both_ends_fit_the_volume(p, x):
 
 def test_table_1_rejects_nonsense():
     with pytest.raises(InputError, match="strategy"):
-        table1.volumes("tp", b=1, k=1, p=1, x=1)  # type: ignore[arg-type]
+        table1.volumes("tp", b=1, k=1, p=1, x=1)
     with pytest.raises(InputError, match="b: "):
         table1.volumes("pp", b=0, k=1, p=1, x=1)
 
@@ -141,10 +140,8 @@ def test_more_batch_takes_longer_and_more_shards_compute_faster():
 
 
 def test_an_8_bit_wire_nearly_halves_what_the_link_takes():
-    exact, eight, free = (
-        step_model(**changes).lora(128, Layout(2, 1))
-        for changes in ({}, {"wire": "e4m3"}, {"cluster": Cluster(gpu=GPUS["h200"], link_gbps=1e12)})
-    )
+    changes = {}, {"wire": "e4m3"}, {"cluster": Cluster(gpu=GPUS["h200"], link_gbps=1e12)}
+    exact, eight, free = (step_model(**one).lora(128, Layout(2, 1)) for one in changes)
     for name in ("receive", "send"):
         alone = getattr(free, name).value
         half = (getattr(exact, name).value - alone) / 2
@@ -219,10 +216,8 @@ def test_stages_of_one_phase_are_added_in_eq_6():
 
 
 def test_a_transport_has_its_own_link_hosts_and_reach():
-    one_host = {"instances": 1, "gpus_per_node": 8}
-    plans = {
-        name: smallest(support.question(transport=name, prefill="apart", **one_host)).chosen for name in TRANSPORTS
-    }
+    one_host = {"instances": 1, "gpus_per_node": 8, "prefill": "apart"}
+    plans = {name: smallest(support.question(transport=name, **one_host)).chosen for name in TRANSPORTS}
     times = {name: plan.latency.total for name, plan in plans.items()}
     assert times["gpu"] < times["nvshmem"] < times["tcp"] and times["gpu"] < times["cuda_ipc"] < times["shm"]
     links = {name: plan.scenario.model.cluster.link_gbps for name, plan in plans.items()}
@@ -235,9 +230,8 @@ def test_a_transport_has_its_own_link_hosts_and_reach():
 
 def test_an_engine_waits_for_a_round_trip_at_each_site_but_nothing_is_busy_with_it():
     asked = {"transport": "tcp", "prefill": "apart"}
-    own, none, slow = (
-        support.question(**asked, **more).model for more in ({}, {"round_trip_us": 0}, {"round_trip_us": 400})
-    )
+    changes = {}, {"round_trip_us": 0}, {"round_trip_us": 400}
+    own, none, slow = (support.question(**asked, **more).model for more in changes)
     layout = Layout(2, 1)
     alone = none.lora(64, layout)
     for model, one_us in ((own, 50), (slow, 400)):
@@ -307,18 +301,16 @@ MACHINE = {"memory_gib": 8.0, "memory_gb_per_s": 10.0, "tflops": 0.05, "load_gb_
 def machine_profile(folder, **machine):
     """Of a core without a preset: one and two engines, one shard, chunks of 100 prompt tokens."""
     step = {"receive": 10.0, "compute": 100.0, "send": 20.0, "exposed": 5.0}
-    terms = {
-        term: [{"ep": 1, "batch": b, "engines": n, "us": us * b * n} for b in (1, 8, 64) for n in (1, 2)]
-        for term, us in step.items()
-    }
-    terms |= {f"prompt_{term}": [{"ep": 1, "batch": 100, "us": us}] for term, us in step.items()}
+    terms = {}
+    for term, us in step.items():
+        terms[term] = [{"ep": 1, "batch": b, "engines": n, "us": us * b * n} for b in (1, 8, 64) for n in (1, 2)]
+        terms[f"prompt_{term}"] = [{"ep": 1, "batch": 100, "us": us}]
     for name, us in (("ffn", 50.0), ("attention", 30.0)):
         terms |= {f"base_{name}": [{"batch": b, "us": us * b} for b in (1, 64)]}
         terms |= {f"prompt_{name}": [{"batch": 100, "us": us}]}
     of = OF | {"model": spec.PRESETS["small-mixtral"].geometry, "gpu": "cpu", "lora_rank": 16, "transport": "shm"}
-    (folder / "cpu.json").write_text(
-        json.dumps({"source": "here", "of": of, "machine": MACHINE | machine, "terms": terms})
-    )
+    written = {"source": "here", "of": of, "machine": MACHINE | machine, "terms": terms}
+    (folder / "cpu.json").write_text(json.dumps(written))
     return folder / "cpu.json"
 
 
@@ -381,7 +373,7 @@ def adapter(path, rank, *, attention=False, experts=True):
     for name, (columns, rows) in sites.items():
         tensors[f"{name}.lora_A.weight"] = np.zeros((rank, columns), np.float32)
         tensors[f"{name}.lora_B.weight"] = np.zeros((rows, rank), np.float32)
-    save_file(tensors, path / "adapter_model.safetensors")
+    save_file(tensors, path / WEIGHTS)
     (path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 8}))
 
 
@@ -425,12 +417,12 @@ def test_attention_takes_memory_and_time(tmp_path, model):
     adapter(tmp_path / "experts" / "law", 8)
     adapter(tmp_path / "only" / "law", 8, attention=True, experts=False)
     both, experts, only = (question(model, tmp_path / name) for name in ("both", "experts", "only"))
-    spec, layout = specs.load(model), Layout(1, 1)
-    in_all = spec.adapter_bytes(8) + 2 * 2 * 2 * 8 * (64 + 64)
-    assert spec.adapter_bytes(both.model.lora_rank) == pytest.approx(in_all, abs=2)
-    assert only.model.lora_rank < 1.1 and memory.fullest_shard_bytes(spec, layout, only.model.lora_rank) == 2 << 20
+    tiny, layout = spec.load(model), Layout(1, 1)
+    in_all = tiny.adapter_bytes(8) + 2 * 2 * 2 * 8 * (64 + 64)
+    assert tiny.adapter_bytes(both.model.lora_rank) == pytest.approx(in_all, abs=2)
+    assert only.model.lora_rank < 1.1 and memory.fullest_shard_bytes(tiny, layout, only.model.lora_rank) == 2 << 20
     assert both.model.attention_share == only.model.attention_share == 1
-    rows = 8 * 2 * (64 + spec.q_width)
+    rows = 8 * 2 * (64 + tiny.q_width)
     link = both.model.cluster.link_bytes_per_us
     wire = both.steps.lora(layout).receive.value - 2 * experts.steps.lora(layout).receive.value
     assert wire == pytest.approx(rows / link - (experts.steps.lora(layout).receive.value - 55.2))
@@ -443,7 +435,7 @@ def test_the_command_and_a_list_of_a_server(tmp_path, model):
     shown = provision(*asked, "--no-simulate")
     assert shown.exit_code == 0, shown.output
     assert f"1 adapter of rank 8 ({tmp_path / 'adapters'})" in shown.stdout
-    rows = [{"name": "law", "lora_rank": 16, "bytes": 2 * specs.load(model).adapter_bytes(8)}]
+    rows = [{"name": "law", "lora_rank": 16, "bytes": 2 * spec.load(model).adapter_bytes(8)}]
     (tmp_path / "list.json").write_text(json.dumps(rows))
     assert question(model, tmp_path / "list.json").model.lora_rank == pytest.approx(16)
     refused = {"name": "bad", "lora_rank": 0, "bytes": 0, "state": "refused"}
@@ -463,17 +455,13 @@ def test_what_is_emitted_names_adapters_that_are_there(tmp_path, model):
     commands = (tmp_path / "out" / "commands.sh").read_text()
     assert commands.count("--tensor-parallel-size 2 --enable-expert-parallel\n") == 2
     settings = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
-    assert settings["device_pool"] == 3 * memory.fullest_shard_bytes(specs.load(model), Layout(1, 1), 8.0)
-
-
-def broken(path):
-    adapter(path / "law", 8)
-    (path / "law" / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
+    assert settings["device_pool"] == 3 * memory.fullest_shard_bytes(spec.load(model), Layout(1, 1), 8.0)
 
 
 @pytest.mark.parametrize(("make", "said"), [
     (lambda path: path.mkdir(), "holds no adapters"),
-    (broken, "law cannot be read as a PEFT adapter"),
+    (lambda path: (adapter(path / "law", 8), (path / "law" / WEIGHTS).write_bytes(b"\xff" * 20)),
+     "law cannot be read as a PEFT adapter"),
     (lambda path: path.write_text("{}"), "holds no adapters"),
     (lambda path: path.write_text('[{"name": "law"}]'), "lora-server adapters list --json"),
     (lambda path: path.write_text('[{"name": "law", "bytes": 0, "lora_rank": 1}]'), "'law' has no weights"),

@@ -24,7 +24,8 @@ from provisioning.report import words
 from provisioning.report.fronts import Comparison
 from provisioning.simulation.measure import Estimate
 from tests.support.doc_commands import SHELL, blocks
-from tests.support.provision import ASKED, QWEN, SLO, provision, typed
+from tests.support.processes import python
+from tests.support.provision import ASKED, QWEN, SLO, as_json, provision, typed
 from tests.support.screens import check_screen, on_terminal
 from tests.support.sources import ROOT
 
@@ -149,9 +150,7 @@ def classes(tmp_path):
 @pytest.mark.long
 def test_each_class_is_held_to_its_own(classes):
     """Nearly all of the tail are to be in time, two hot ones a step, one its TTFT; all others have --slo."""
-    done = provision(*classes, "--json")
-    assert done.exit_code == 0, done.output
-    found = {one["name"]: one for one in json.loads(done.stdout)["classes"]}
+    found = {one["name"]: one for one in as_json(*classes)["classes"]}
     assert {name: one["adapters"] for name, one in found.items()} == {"gold": 100, "fast": 2, "hasty": 1, "others": 197}
     assert {name: one["fails"] for name, one in found.items()} == {
         "gold": ["admission"], "fast": ["tpot"], "hasty": ["ttft"], "others": [],
@@ -170,10 +169,8 @@ def test_a_plan_says_which_classes_it_meets_and_gives_them_to_the_server(classes
 @pytest.mark.long
 def test_every_line_of_a_comparison(tmp_path):
     plot, report = tmp_path / "compare.svg", tmp_path / "compare.html"
-    asked = [*typed(**COMPARED), "--plot", plot, "--report", report, "--price-per-gpu-hour", "2", "--json"]
-    found = provision("compare", *asked)
-    assert found.exit_code == 0, found.output
-    said = json.loads(found.stdout)
+    asked = [*typed(**COMPARED), "--plot", plot, "--report", report, "--price-per-gpu-hour", "2"]
+    said = as_json("compare", *asked)
     assert list(said["fronts"]) == ["coupled", "disaggregated", "8-bit wire", "hot-merged", "merged base"]
     gpus = {line: [point and point["gpus"] for point in points] for line, points in said["fronts"].items()}
     assert said["rates"][said["asked"]] == 40 and all(len(points) == 9 for points in gpus.values())
@@ -228,42 +225,36 @@ def test_a_merged_base_takes_fewer_gpus_where_one_adapter_has_most_requests():
 
 
 def test_simulate():
-    options = [*typed(cache_slots=30, adapters=64, zipf=1, batch_size=40, requests=4000, seeds=3), "--json"]
-    outcome = provision("simulate", *options)
-    assert outcome.exit_code == 0, outcome.output
-    found = json.loads(outcome.stdout)
+    options = typed(cache_slots=30, adapters=64, zipf=1, batch_size=40, requests=4000, seeds=3)
+    found = as_json("simulate", *options)
     assert set(found["model_iar"]) == {"literal", "offered", "queued"}
     low, high = found["simulated"]["immediate_rate"]["interval"]
     assert low <= found["simulated"]["immediate_rate"]["mean"] <= high
-    assert provision("simulate", *options, "--mode", "coupled").exit_code == 0
+    assert as_json("simulate", *options, "--mode", "coupled")
 
 
 def test_models_table4_and_glossary_are_said_as_json():
-    assert {row["name"] for row in json.loads(provision("models", "--json").stdout)} >= {"mixtral-8x7b", "dbrx"}
-    assert len(json.loads(provision("table4", "--json").stdout)) == 32
-    assert "visible load" in provision("glossary").output
-    assert "Eq. 5" in json.loads(provision("glossary", "--json").output)
+    assert {row["name"] for row in as_json("models")} >= {"mixtral-8x7b", "dbrx"}
+    assert len(as_json("table4")) == 32
+    assert "visible load" in provision("glossary").output and "Eq. 5" in as_json("glossary")
 
 
 @pytest.mark.long
 def test_almost_no_bursts_are_a_metronome():
-    plan = json.loads(provision(*ASKED, "--burst-cv", "1e-200", "--max-gpus", "2", "--json").stdout)
+    plan = as_json(*ASKED, "--burst-cv", "1e-200", "--max-gpus", "2")
     assert plan["feasible"] and plan["simulation"]["holds_target"]
-
-
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.long
 def test_a_full_plan_imports_no_torch(tmp_path):
     done = python(
+        "-c",
         "import sys\nfrom provisioning.cli import app\n"
         f"app({[*ASKED, '--json', '--report', str(tmp_path / 'r.html')]!r}, standalone_mode=False)\n"
         "roots = {name.partition('.')[0] for name in sys.modules}\n"
         "bad = sorted(roots & {'torch', 'client_connector', 'kernels_cuda'})\n"
         "ours = sorted(name for name in sys.modules if name.startswith('lora_server.'))\n"
-        "print(bad, ours, file=sys.stderr)"
+        "print(bad, ours, file=sys.stderr)",
     )
     assert done.returncode == 0, done.stderr
     leaves = "['lora_server.errors', 'lora_server.placement', 'lora_server.slo', 'lora_server.spec']"
@@ -273,7 +264,8 @@ def test_a_full_plan_imports_no_torch(tmp_path):
 
 def test_a_plan_without_simulation_is_quick():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = python(f"from provisioning.cli import app; app({[*ASKED, '--no-simulate', '--model', 'dbrx']!r})")
+    code = f"from provisioning.cli import app; app({[*ASKED, '--no-simulate', '--model', 'dbrx']!r})"
+    run = python("-c", code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, run.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4  # CPU seconds; the bar is 1

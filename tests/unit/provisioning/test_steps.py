@@ -1,4 +1,5 @@
-"""Engines that schedule step by step, as vLLM does, with steps as `lora-server profile-vllm` measures them."""
+"""Engines that schedule step by step, as vLLM does, with steps as `lora-server profile-vllm` measures them, and plans
+that are judged by them (`provision --engine-profile`)."""
 
 import json
 from dataclasses import replace
@@ -6,24 +7,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lora_server import spec
 from provisioning.inputs import InputError
 from provisioning.model import engine_steps
 from provisioning.model.engine_steps import EngineSteps
+from provisioning.plan.band import band
+from provisioning.plan.candidates import evaluate
+from provisioning.plan.choice import smallest
+from provisioning.plan.coupled import coupled, worth
+from provisioning.plan.judge import judge
+from provisioning.plan.stepped import stepped
+from provisioning.plan.verify import no_better, system, verify
 from provisioning.simulation.run import System, run
-from provisioning.simulation.steps import StepSystem, run_steps
-from provisioning.workload.requests import Lengths, Requests
+from provisioning.simulation.steps import MOST_ENGINES, StepSystem, run_steps
+from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
-from tests.support.provision import check_refused, provision
+from tests.support.provision import QWEN, as_json, check_refused, provision, question, requests, typed
 
 # a step takes a second, and a tenth of one for each prompt token beyond the first
-STEPS = EngineSteps(
-    decode=((1.0, 1.0), (32.0, 1.0)),
-    prompt=((1.0, 1.0), (11.0, 2.0)),
-    entry_s=0.0,
-    load_s=5.0,
-    max_seqs=32,
-    max_tokens=50,
-)
+TIMES = {"decode": ((1.0, 1.0), (32.0, 1.0)), "prompt": ((1.0, 1.0), (11.0, 2.0))}
+STEPS = EngineSteps(**TIMES, entry_s=0.0, load_s=5.0, max_seqs=32, max_tokens=50)
 PROFILE = {
     "of": {"engine_args": {}},
     "engines": [
@@ -39,9 +42,7 @@ PROFILE = {
 def calls(*rows):
     """Requests of (arrival, adapter, prompt, output tokens)."""
     arrival, adapter, prompt, tokens = (np.array(column) for column in zip(*rows, strict=True))
-    return Requests(
-        arrival_s=arrival.astype(float), adapter=adapter, output_tokens=tokens, input_tokens=prompt, num_adapters=9
-    )
+    return replace(requests(arrival, tokens, adapter, num_adapters=9), input_tokens=prompt)
 
 
 def played(requests, *, slots=9, shared=True, load_s=0.0, **how):
@@ -68,9 +69,8 @@ def test_coupled_requests_of_adapters_without_a_slot_are_overtaken():
 
 def test_a_server_loads_beside_the_steps():
     first, finish = played(calls((0, 0, 1, 9), (0.5, 1, 1, 1)), load_s=3.0)
-    assert finish[0] == pytest.approx(12.1) and first == pytest.approx(
-        [4, 5.1]
-    )  # its load ends at 3.5, and it joins the step at 4
+    assert first == pytest.approx([4, 5.1])  # its load ends at 3.5, and it joins the step at 4
+    assert finish[0] == pytest.approx(12.1)
     first, _ = played(calls((0, 0, 1, 2), (0.5, 1, 1, 1)), slots=1, load_s=3.0)
     assert first == [4, 5 + 3 + 1]  # it waits for the slot, then for its load
 
@@ -82,9 +82,8 @@ def test_no_more_requests_run_than_the_engine_has_places():
 
 def both(*, shared, load_s=0.0, prompt=1, rate=0.2):
     """TTFT step by step, and by the clock of `run`, beyond a request's own prompt."""
-    requests = Workload(popularity=zipf(0.8, 40), lengths=Lengths(mean_tokens=20)).sample(
-        rate=rate, num_requests=3000, seed=7
-    )
+    workload = Workload(popularity=zipf(0.8, 40), lengths=Lengths(mean_tokens=20))
+    requests = workload.sample(rate=rate, num_requests=3000, seed=7)
     requests = replace(requests, input_tokens=np.full(3000, prompt))
     own_s = STEPS.step_s(1, prompt, 1) - 1
     steps = StepSystem(steps=replace(STEPS, load_s=load_s, max_tokens=5000), slots=8, shared=shared, load_s=load_s)
@@ -174,8 +173,104 @@ def test_simulate_takes_measured_steps(tmp_path):
     asked = ["simulate", "--engine-profile", str(tmp_path / "engine.json"), "--cache-slots", "2", "--adapters", "9"]
     asked += ["--request-rate", "1", "--mean-output-tokens", "10", "--prompt-tokens", "33", "--requests", "300"]
     for mode, least in (("disaggregated", 0.056), ("coupled", 0.056)):
-        made = provision(*asked, "--mode", mode, "--json")
-        assert made.exit_code == 0, made.output
-        found = json.loads(made.stdout)["simulated"]
+        found = as_json(*asked, "--mode", mode)["simulated"]
         assert found["ttft_p50_s"]["mean"] >= least and found["tpot_p50_s"]["mean"] >= 0.02
     check_refused(provision(*asked, "--order", "sjf"), "--order: got 'sjf' with --engine-profile")
+
+
+# -- plans that are judged by measured steps
+
+SLO = "ttft_p95=500ms,tpot_avg=50ms"
+FEW = QWEN | {"slo": SLO, "adapters": 60, "zipf": 1.0, "mean_output_tokens": 8.0, "prompt_tokens": 16.0}
+ASKED = FEW | {"instances": 2, "batch_size": None, "request_rate": 60.0}
+
+
+def profiled(tmp_path, step_ms=20.0, *, token_ms=0.5, load_ms=1.0, kinds=("server", "coupled"), **of):
+    """Write a profile whose steps take `step_ms`, and `token_ms` more for each prompt token."""
+    decode = [{"batch": 1, "adapters": 1, "us": step_ms * 1e3}, {"batch": 32, "adapters": 32, "us": step_ms * 1e3}]
+    prompt = [{"tokens": tokens, "us": (step_ms + token_ms * tokens) * 1e3} for tokens in (1, 1000)]
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "entry_us": 0.0, "load_us": load_ms * 1e3}
+    engines = [{"lora": kind, "slots": 4, **limits, "decode": decode, "prompt": prompt} for kind in kinds]
+    file = tmp_path / "engine.json"
+    known = {"model": spec.PRESETS[QWEN["model"]].geometry, "lora_ranks": [8, 64]} | of
+    file.write_text(json.dumps({"source": "made", "of": known, "engines": engines}))
+    return file
+
+
+def judged(tmp_path, **how):
+    asked = question(**ASKED, engine_profile=profiled(tmp_path, **how))
+    plan = smallest(asked).chosen
+    return judge(plan.scenario, system(plan), plan.mean_step_us, 2)
+
+
+def test_a_verdict_follows_the_measured_steps(tmp_path):
+    quick = judged(tmp_path)
+    assert quick.holds and quick.within_ttft.mean > 0.99
+    assert quick.tpot_s.mean == pytest.approx(0.02 + 60 / 2 * 0.02 * 16 * 0.5e-3, rel=0.15)  # prompts beside it
+    slow = judged(tmp_path, step_ms=60)
+    assert slow.in_time and not slow.meets_tpot and not slow.holds, "though all are in time"
+
+
+def test_a_plan_is_refuted_by_steps_that_the_model_does_not_know(tmp_path):
+    asked = question(**ASKED, engine_profile=profiled(tmp_path, step_ms=60), max_gpus=2)
+    model = smallest(asked)
+    assert model.chosen is not None
+    found = verify(asked, model, 5)
+    assert not found.choice.feasible and found.choice.binding == "tpot" and not found.verdict.meets_tpot
+    by_model = replace(model.chosen, mean_step_us=model.chosen.mean_step_us * 0.9)
+    clocked = replace(by_model, scenario=replace(by_model.scenario, engine_profile=None))
+    assert no_better(by_model, model.chosen) and not no_better(clocked, model.chosen), "the measured steps are the same"
+
+
+def test_coupled_engines_and_the_band_take_measured_steps_too(tmp_path):
+    asked = question(**ASKED, engine_profile=profiled(tmp_path, step_ms=45, load_ms=0.001))
+    found = coupled(asked, 3, 2)
+    plan = smallest(asked).chosen
+    assert found.verdict.tpot_s.mean > 0.045
+    near = band(plan, simulated=True)
+    assert near.high > 0.99 and not near.holds, "steps of 54 ms exceed the SLO"
+    slow = question(**ASKED, engine_profile=profiled(tmp_path, step_ms=60))
+    assert "miss the TPOT SLO" in worth(evaluate(slow, plan.layout), coupled(slow, 3, 2))
+
+
+def test_prompts_are_the_questions_and_one_token_where_others_compute_them(tmp_path):
+    for prefill, is_in_time in (("shared", False), ("apart", True)):  # 160 ms of a prompt, or 10
+        asked = question(**ASKED, engine_profile=profiled(tmp_path, token_ms=10), prefill=prefill)
+        plan = smallest(asked).chosen
+        assert judge(plan.scenario, system(plan), plan.mean_step_us, 2, give_up=True).in_time is is_in_time
+
+
+def test_what_does_not_fit_the_profile_is_refused(tmp_path):
+    file = profiled(tmp_path)
+    refused = {
+        "--dispatch": {"dispatch": "by-adapter"},
+        "--coupled-split": {"coupled_split": "paper"},
+        "--batch-size": {"batch_size": 8.0, "request_rate": None},
+        "--engine-profile: .*measured with LoRA ranks": {"lora_rank": 128},
+        "--engine-profile: .*measured with model": {"model": "mixtral-8x7b"},
+        "--engine-profile: .*cannot be read": {"engine_profile": tmp_path / "absent.json"},
+    }
+    for says, flags in refused.items():
+        with pytest.raises(InputError, match=says):
+            question(**(ASKED | {"engine_profile": file} | flags))
+    profile = question(**ASKED, engine_profile=file).engine_profile
+    with pytest.raises(InputError, match=f"--engine-profile: .*at most {MOST_ENGINES}"):
+        stepped(profile, "server", slots=4, instances=MOST_ENGINES + 1, most_requests=9)
+    alone = question(**ASKED, engine_profile=profiled(tmp_path, kinds=("server",)))
+    with pytest.raises(InputError, match=r"no engine with lora 'coupled'.*--slots"):
+        coupled(alone, 3, 2)
+    asked = typed(**{name: ASKED[name] for name in ("slo", "model", "lora_rank", "gpu", "adapters", "request_rate")})
+    check_refused(provision("compare", *asked, "--engine-profile", file), "--engine-profile")
+
+
+def test_a_plan_says_what_its_ttft_and_tpot_are(tmp_path):
+    asked = typed(**{name: value for name, value in ASKED.items() if value is not None})
+    said = as_json(*asked, "--engine-profile", profiled(tmp_path))
+    assert said["simulation"]["tpot_s"]["mean"] > 0.02 and said["coupled"]["simulation"]["tpot_s"]["mean"] > 0.02
+    assert said["provenance"]["engine_step_us"] == {
+        "value": pytest.approx(2e4), "unit": "us", "kind": "measured",
+        "source": "engine.json: made; of one request, as vLLM schedules",
+    }  # fmt: skip
+    slow = provision(*asked, "--engine-profile", profiled(tmp_path, step_ms=60), "--max-gpus", 1)
+    assert slow.exit_code == 3 and "within the TTFT SLO 1.0000, TPOT" in slow.output.replace("\n", " ")
+    assert "TTFT includes the prompt" in said["notes"][0] and np.isfinite(said["simulation"]["interval"]).all()

@@ -19,18 +19,12 @@ from provisioning.watch import measured, scrape
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
 from tests.support.far import far_server
-from tests.support.provision import check_refused, provision, typed
+from tests.support.provision import as_json, check_refused, provision, typed
 from tests.support.serving import HANG_SECONDS, until
 
 ASKED = typed(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", adapters=256, gpu="hopper-96", instances=2)
 ASKED += typed(batch_size=64)
 SCALE = admission_cells.Scale(load=10.0, hold_seconds=0.6, seconds=6.0)
-
-
-def watched(*arguments, code=0):
-    found = provision("watch", *arguments, "--json")
-    assert found.exit_code == code, found.output
-    return json.loads(found.stdout)
 
 
 def planned(file, *more):
@@ -87,12 +81,12 @@ def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     other, plan = plan, planned(tmp_path / "plan.yaml", "--model", tmp_path / "base")
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
     with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
-        first = watched("--server", server.http, "--record", record, "--plan", plan)
+        first = as_json("watch", "--server", server.http, "--record", record, "--plan", plan)
         assert first["scrapes"] == 1 and first["now"] is None and "A rate needs two scrapes" in first["advice"]
         check_refused(provision("watch", "--server", server.http, "--seconds", "1", "--plan", other), "is of mixtral")
         row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
         harness.until(lambda: not harness.status(server.address).active, "all are released")
-        found = watched("--server", server.http, "--record", record, "--plan", plan)
+        found = as_json("watch", "--server", server.http, "--record", record, "--plan", plan)
     assert row["calls"] == 100 and row["client_count"] == row["server_count"]
     assert 0.3 < row["as_asked"] < 0.9, "simulated: each call when it came, for as long as it held"
     assert abs(row["measured"]["mean"] - row["as_asked"]) < 0.15, row
@@ -117,7 +111,7 @@ def test_a_recorded_day_says_when_how_many(tmp_path, plan):
     """A load 30 times as large in one hour asks for more GPUs there; and the table is said in words."""
     file = tmp_path / "day"
     file.write_text(hours([8, 240]))
-    found = watched(file, "--plan", plan)
+    found = as_json("watch", file, "--plan", plan)
     gpus = {one["hour"]: one["gpus"] for one in found["by_hour"]}
     assert list(gpus) == [0, 1] and gpus[0] < gpus[1], gpus
     assert found["by_hour"][1]["in_flight"] == pytest.approx(240, rel=0.01)
@@ -148,7 +142,7 @@ def test_measured_popularity_is_what_is_planned_for(tmp_path, plan):
     slots = {}
     for name, shares in (("zipf", None), ("flat", flat)):
         (tmp_path / name).write_text(hours([24], shares))
-        slots[name] = watched(tmp_path / name, "--plan", plan)["now"]["min_cache_slots"]
+        slots[name] = as_json("watch", tmp_path / name, "--plan", plan)["now"]["min_cache_slots"]
     assert slots["zipf"] < slots["flat"]
 
 
@@ -170,24 +164,20 @@ def test_two_scrapes_say_the_load_between_them():
 
 def test_a_server_that_no_request_has_reached_yet(tmp_path, plan):
     (tmp_path / "fresh").write_text(page(0, {"(other)": 0}) + page(60, {"(other)": 0}))
-    found = watched(tmp_path / "fresh", "--plan", plan)
+    found = as_json("watch", tmp_path / "fresh", "--plan", plan)
     rows = {one["what"]: one["measured"] for one in found["measured"]}
     assert (rows["requests/s"], rows["requests in flight"]) == (0, 0) and rows["share of the hottest"] is None
     assert found["now"] is None and found["advice"].startswith("No request ended")
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path, plan):
-    for name, says in (
-        ("mixtral-8x7b", None),
-        ("gpt-oss-20b", "is of mixtral-8x7b (32x4096-8x14336-top2-heads32x128-"),
-    ):
+    for name in ("mixtral-8x7b", "gpt-oss-20b"):
         labels = f'model="a copy of it",geometry="{PRESETS[name].geometry}"'
         build = f"lora_server_build_info{{{labels}}} 1\n"
         (tmp_path / name).write_text(page(0, {"a": 0}) + build + page(60, {"a": 0}) + build)
-        if says is None:
-            watched(tmp_path / name, "--plan", plan)
-        else:
-            check_refused(provision("watch", tmp_path / name, "--plan", plan), says)
+    as_json("watch", tmp_path / "mixtral-8x7b", "--plan", plan)
+    refused = provision("watch", tmp_path / "gpt-oss-20b", "--plan", plan)
+    check_refused(refused, "is of mixtral-8x7b (32x4096-8x14336-top2-heads32x128-")
 
 
 def test_looks_go_on_after_one_at_a_server_that_does_not_say_its_layout(tmp_path, plan):

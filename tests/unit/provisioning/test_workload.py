@@ -21,10 +21,10 @@ from provisioning.simulation.run import run
 from provisioning.workload import servegen, traces
 from provisioning.workload.counts import read_counts
 from provisioning.workload.replay import about_peak, over_time
-from provisioning.workload.requests import Lengths, Requests, renewal_gaps
+from provisioning.workload.requests import Lengths, renewal_gaps
 from provisioning.workload.workload import Workload, zipf
 from tests.support import provision as support
-from tests.support.provision import ADAPTERS, KINDS, QWEN, SLO, calls, provision, typed, write, write_counts
+from tests.support.provision import KINDS, QWEN, SLO, as_json, calls, provision, requests, typed, write, write_counts
 
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")
@@ -101,10 +101,8 @@ def test_csv_and_jsonl_with_adapters_agree(tmp_path):
 
 def test_dates_and_milliseconds(tmp_path):
     azure = tmp_path / "azure.csv"
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
-    )
+    rows = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    azure.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
     requests, named = traces.read(azure, traces.ZipfAdapters(num_adapters=7, skew=1.0, seed=5))
     assert not named and requests.num_adapters == 7
     assert requests.arrival_s == pytest.approx([0, 4.314579])
@@ -197,13 +195,6 @@ LOAD = 256.0  # in flight: four instances of 64
 def question(**given):
     """Of the traffic in a file."""
     return support.question(**(QWEN | {"adapters": None} | given))
-
-
-def requests(arrival_s, tokens, adapter=None, num_adapters=ADAPTERS, names=()):
-    arrival_s = np.asarray(arrival_s, dtype=float)
-    adapter = np.zeros(arrival_s.size, dtype=np.int64) if adapter is None else np.asarray(adapter)
-    fields = {"num_adapters": num_adapters, "names": names}
-    return Requests(arrival_s=arrival_s, adapter=adapter, output_tokens=np.asarray(tokens), **fields)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +300,7 @@ def test_a_rate_is_the_mean_and_its_batch_that_of_the_peak(tmp_path):
 def test_what_is_emitted_is_the_load_and_reads_back(tmp_path):
     counts, load = write_counts(tmp_path / "counts.csv", "long-tail", 3), {"instances": 2, "batch_size": 32.0}
     asked = typed(slo=SLO, **QWEN, **load, counts=counts, emit=tmp_path / "out")
-    made = provision(*asked, "--no-simulate", "--json")
-    assert made.exit_code == 0, made.output
-    plan = json.loads(made.stdout)
+    plan = as_json(*asked, "--no-simulate")
     back = question(trace=tmp_path / "out" / "trace.csv", **load)
     trace = back.workload.trace
     tokens_per_s = trace.output_tokens.sum() / trace.span_s
@@ -357,9 +346,7 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
     lines = [f"{index * 0.05:.3f},a{index * index % 37},100,{20 + index % 50}" for index in range(3000)]
     trace.write_text("timestamp,adapter,input_tokens,output_tokens\n" + "\n".join(lines))
     asked = typed(slo=SLO, model="mixtral-8x7b", trace=trace)
-    outcome = provision(*asked, "--json")
-    assert outcome.exit_code == 0, outcome.output
-    plan = json.loads(outcome.stdout)
+    plan = as_json(*asked)
     load, step_s = plan["load"], plan["latency_us"]["decode_step"] * 1e-6
     assert load["request_rate"] == pytest.approx(20, rel=0.01)
     assert load["global_batch"] == pytest.approx(load["request_rate"] * 44.5 * step_s, rel=0.01)
