@@ -66,6 +66,12 @@ def moved(controller, handle, residencies):
     controller.hear(handle, report)
 
 
+def drained(handle):
+    """End the stream of a shard's commands; return those that it was sent until now."""
+    handle.commands.close()
+    return list(handle.commands)
+
+
 class ToldShard:
     """A shard process without weights; `failure` is its answer to loads and pins, `loaded` what it was told to load."""
 

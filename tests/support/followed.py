@@ -92,8 +92,10 @@ class Followed:
             self.first_done += 1
             self.controller.arrivals.announce()
 
-    def settle(self) -> None:
-        """Seen, and seen again when it has settled."""
+    def settle(self, **kinds: str) -> None:
+        """Put these into place by name; seen, and seen again when it has settled."""
+        for name, kind in kinds.items():
+            self.put(name, kind)
         self.look()
         self.now += SETTLE
         self.look()

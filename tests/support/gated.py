@@ -6,9 +6,12 @@ import contextlib
 import socket
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Role
 from lora_server.access.store import Tenant
+from lora_server.cli import app
 from lora_server.control.adapters.records import Record
 from lora_server.control.events.log import EventLog
 from lora_server.control.http import page
@@ -86,6 +89,11 @@ class Gated:
             answer = heard(connection, b"\n\n\r\n" if path == "/status.events" else b"")
         head, _, body = answer.partition(b"\r\n\r\n")
         return int(head.split()[1]), body.decode(errors="replace"), head.decode()
+
+
+def cli(*arguments):
+    """Run the command in this process."""
+    return CliRunner().invoke(app, arguments)
 
 
 def as_(gated, tenant, role, service, method, request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +26,14 @@ from lora_server.spec import Site
 from tests.support.workload import spec_of
 
 SECONDS = 60.0
+
+
+def flip_last(path: Path, keeps_time: bool = False) -> None:
+    """Change the last byte of a file; or that, and no time that a program can set."""
+    before, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    if keeps_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 class Gate:

@@ -8,7 +8,6 @@ import threading
 import pytest
 from sqlalchemy import delete, event, insert, text
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
 from lora_server import errors
 from lora_server.access import audit, tables
@@ -17,19 +16,13 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import ANYBODY, Identity, Role
 from lora_server.access.limits import Bucket
 from lora_server.access.store import CHANGES, MAX_SHARES, MAX_TOKENS, REVOKED_KEPT, Store, Tenant
-from lora_server.cli import app
 from lora_server.registry.database import FILE, Database, count
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.clocks import VirtualClock
-from tests.support.gated import as_
+from tests.support.gated import as_, cli
 from tests.support.postgres import read_only
 
 HASTY = Timings(database=0.1)
-
-
-def cli(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 @contextlib.contextmanager
@@ -85,11 +78,16 @@ def test_a_change_reads_no_more_than_what_it_changed(gated):
         assert all(known[token_id] is token for token_id, token in before.items()), "what is known is not read again"
 
 
+@contextlib.contextmanager
+def another(gated):
+    """Another controller's gate to the same database, which looks at it when it is told to."""
+    with contextlib.closing(Database(gated.url)) as database:
+        with contextlib.closing(Gate(database, look_seconds=3600)) as gate:
+            yield database, gate
+
+
 def test_a_controller_that_missed_many_changes_knows_all_of_them(gated):
-    with (
-        contextlib.closing(Database(gated.url)) as database,
-        contextlib.closing(Gate(database, look_seconds=3600)) as one,
-    ):
+    with another(gated) as (_, one):
         store = gated.gate.store
         tenants = [store.set_tenant(Tenant(f"tenant-{number}")).name for number in range(5)]
         one.cache.refresh()
@@ -114,10 +112,7 @@ def test_a_change_while_tokens_are_read_is_seen_by_the_next_look(gated):
             made.append("")
             made.append(str(gated.gate.store.create_token("acme", Role.VIEWER)[1]))
 
-    with (
-        contextlib.closing(Database(gated.url)) as database,
-        contextlib.closing(Gate(database, look_seconds=3600)) as one,
-    ):
+    with another(gated) as (database, one):
         gated.gate.store.set_tenant(Tenant("acme"))
         event.listen(database._engine, "after_cursor_execute", change)
         one.cache.refresh()
@@ -201,9 +196,8 @@ def test_revoked_tokens_are_kept_for_the_list_but_not_for_ever(gated):
         as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=last.id))
         known = [one for one in gated.gate.cache.known.tokens.values() if one.tenant == "acme" and one.revoked]
         assert len(known) == REVOKED_KEPT and last.id in {one.id for one in known}
-        assert sorted(one.id for one in known) == [
-            one.id for one in gated.gate.store.tokens("acme", "", 9999) if one.revoked
-        ]
+        stored = [one.id for one in gated.gate.store.tokens("acme", "", 9999) if one.revoked]
+        assert sorted(one.id for one in known) == stored
 
 
 # -- the audit
@@ -277,7 +271,7 @@ def test_audit_entries_wait_while_the_database_takes_no_change(gated):
     assert not kept._waiting and [one.subject for one in kept.read(0, 1, None)] == ["waits"]
 
 
-def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated):
+def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated, clock):
     flooded = Audit(gated.database, Bucket(audit.REFUSED_RATE, audit.REFUSED_AT_ONCE, lambda: 0.0))
     gated.gate.audit.flush()
     kept_before = len(gated.gate.audit.read(0, 1000, None))
@@ -285,7 +279,6 @@ def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated):
         flooded.note(None, "Adapters/Add", "", errors.UnauthenticatedError("no"))
     flooded.flush()
     assert len(gated.gate.audit.read(0, 1000, None)) == kept_before + audit.REFUSED_AT_ONCE
-    clock = VirtualClock()
     flooded = Audit(gated.database, Bucket(1.0, 1.0, clock.now), refused_kept=3)
     for _ in range(2):
         flooded.note(None, "Adapters/Add", "", errors.UnauthenticatedError("no"))

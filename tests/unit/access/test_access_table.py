@@ -28,7 +28,6 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import AUTHORIZATION, Credentials
 from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.certificates import Authority
-from tests.support.clocks import VirtualClock
 from tests.support.gated import ADAPTERS, TENANTS, Gated
 from tests.support.serving import HANG_SECONDS, until
 from tests.support.signed import signed_by_shard
@@ -108,28 +107,23 @@ def test_an_unauthenticated_caller_learns_only_whether_it_serves(gated):
     assert gated.get("/readyz")[:2] == (503, "registering adapters; a token of the operator shows more\n")
 
 
-MIXED_UP = {
-    "the HTTP port": ("http", False, "an HTTP server answers there; give the port of --listen"),
-    "TLS to a server without": ("plain", True, "it has no TLS there; unset LORA_SERVER_TLS_CA"),
-    "no TLS to a server with it": ("tls", False, "it ended the connection: if it has TLS, set LORA_SERVER_TLS_CA"),
-    "another authority": ("tls", None, "LORA_SERVER_TLS_CA did not sign its certificate"),
-    "another name": ("localhost", True, "its certificate is of another name"),
-    "no such host": ("nohost", False, "its name is not known here"),
-}
+MIXED_UP = {  # the address, whose authority is trusted, and what is said
+    "the HTTP port": ("127.0.0.1:{http}", "none", "an HTTP server answers there; give the port of --listen"),
+    "TLS to a server without": ("127.0.0.1:{plain}", "its own", "it has no TLS there; unset LORA_SERVER_TLS_CA"),
+    "no TLS to a server with it": (
+        "127.0.0.1:{tls}", "none", "it ended the connection: if it has TLS, set LORA_SERVER_TLS_CA"
+    ),
+    "another authority": ("127.0.0.1:{tls}", "another", "LORA_SERVER_TLS_CA did not sign its certificate"),
+    "another name": ("localhost:{tls}", "its own", "its certificate is of another name"),
+    "no such host": ("nohost.invalid:7400", "none", "its name is not known here"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MIXED_UP)
 def test_a_mixed_up_address_says_what_to_give(gated, served, authorities, case):
     where, trusts, words = MIXED_UP[case]
-    tls_port = served[0].control.port
-    address = {
-        "http": f"127.0.0.1:{gated.http.port}",
-        "plain": gated.address,
-        "tls": served[0].address,
-        "localhost": f"localhost:{tls_port}",
-        "nohost": "nohost.invalid:7400",
-    }[where]
-    ca = {True: authorities[0].ca, None: authorities[1].ca, False: None}[trusts]
+    ports = {"http": gated.http.port, "plain": gated.control.port, "tls": served[0].control.port}
+    address, ca = where.format(**ports), {"its own": authorities[0].ca, "another": authorities[1].ca}.get(trusts)
     with open_channel(address, Credentials(tls_ca=ca)) as channel, pytest.raises(errors.ServerUnavailableError) as told:
         call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=address, seconds=HANG_SECONDS)
     assert str(told.value).startswith(f"server {address}: {words}"), told.value
@@ -205,10 +199,7 @@ def serial(address):
 
 
 BAD_CERTIFICATES = {  # how it is made, and what a start says
-    "expired": (
-        {"begins": -3, "ends": -1},
-        "got a certificate that is good from .*, expected one that is good now",
-    ),
+    "expired": ({"begins": -3, "ends": -1}, "got a certificate that is good from .*, expected one that is good now"),
     "not good yet": ({"begins": 1, "ends": 3}, "got a certificate that is good from"),
     "another address": ({"address": "192.0.2.1"}, "own processes would not connect .*127.0.0.1.* give its name as"),
 }
@@ -243,46 +234,44 @@ def test_clients_certificates_are_asked_of_the_servers_own_processes_too(authori
             tls.check(other.model_copy(update={"tls_ca": wrong}))
 
 
-def test_a_certificate_is_renewed_while_it_serves(authorities, tmp_path):
+def test_a_certificate_is_renewed_while_it_serves(authorities, tmp_path, clock, stack):
     ours, _ = authorities
     cert, key = ours.issue("renewed")
-    clock = VirtualClock()
     config = ServeConfig(base_model="x", tls_cert=cert, tls_key=key, tls_ca=ours.ca)
     shown = tls.ServerCertificate(config, clock)
-    with contextlib.ExitStack() as stack:
-        gated = Gated(tmp_path, stack, tls=shown.grpc())
-        http = stack.enter_context(contextlib.closing(HttpServer("127.0.0.1", 0, lambda: "", None, tls=shown.http())))
-        addresses = gated.address, f"127.0.0.1:{http.port}"
+    gated = Gated(tmp_path, stack, tls=shown.grpc())
+    http = stack.enter_context(contextlib.closing(HttpServer("127.0.0.1", 0, lambda: "", None, tls=shown.http())))
+    addresses = gated.address, f"127.0.0.1:{http.port}"
 
-        def serials():
-            return [serial(address) for address in addresses]
+    def serials():
+        return [serial(address) for address in addresses]
 
-        before = serials()
-        ours.issue("renewed", ends=2)
-        renewed = serials()
-        assert all(new > old for new, old in zip(renewed, before, strict=True))
-        left = shown.seconds_left
-        cert.write_text("nonsense")
-        assert serials() == renewed, "what cannot be read changes nothing"
-        for made in (one for one, _ in BAD_CERTIFICATES.values()):
-            ours.issue("renewed", **made)
-            with capture_logs() as logs:
-                assert serials() == serials() == renewed, f"{made} locks nobody out"
-            (said,) = (one for one in logs if one["log_level"] == "error")
-            assert str(cert) in said["files"] and "expected" in said["reason"]
-        assert shown.seconds_left == left
-        ours.issue("renewed")
-        key.unlink()
-        assert serials() == renewed, "a file that is being replaced"
-        ours.issue("renewed")
-        assert all(new > old for new, old in zip(serials(), renewed, strict=True))
-        assert shown.seconds_left < left
-        newest = serials()
-        clock.advance(-0.6 * DAY)
-        ours.issue("renewed", begins=-0.5)
-        assert serials() == newest
-        clock.advance(0.6 * DAY)
-        assert all(new > old for new, old in zip(serials(), newest, strict=True)), "it is tried again, and good by now"
+    before = serials()
+    ours.issue("renewed", ends=2)
+    renewed = serials()
+    assert all(new > old for new, old in zip(renewed, before, strict=True))
+    left = shown.seconds_left
+    cert.write_text("nonsense")
+    assert serials() == renewed, "what cannot be read changes nothing"
+    for made in (one for one, _ in BAD_CERTIFICATES.values()):
+        ours.issue("renewed", **made)
+        with capture_logs() as logs:
+            assert serials() == serials() == renewed, f"{made} locks nobody out"
+        (said,) = (one for one in logs if one["log_level"] == "error")
+        assert str(cert) in said["files"] and "expected" in said["reason"]
+    assert shown.seconds_left == left
+    ours.issue("renewed")
+    key.unlink()
+    assert serials() == renewed, "a file that is being replaced"
+    ours.issue("renewed")
+    assert all(new > old for new, old in zip(serials(), renewed, strict=True))
+    assert shown.seconds_left < left
+    newest = serials()
+    clock.advance(-0.6 * DAY)
+    ours.issue("renewed", begins=-0.5)
+    assert serials() == newest
+    clock.advance(0.6 * DAY)
+    assert all(new > old for new, old in zip(serials(), newest, strict=True)), "it is tried again, and good by now"
 
 
 @pytest.mark.long

@@ -20,7 +20,6 @@ from lora_server.control.members.leases import EngineTraits, Leases
 from lora_server.control.reports.status import MOST_HELD, MOST_JOINED, status
 from lora_server.daemon.kept import MOST_GONE, Kept
 from lora_server.errors import AdapterFormatError, ConfigError, LimitError, LoraServerError, UnknownAdapterError
-from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
 from lora_server.slo import SloClasses
 from lora_server.wire import bounds
@@ -106,7 +105,6 @@ def beyond(kind):
 def test_every_field_has_bounds_and_the_largest_request_fits_a_message():
     known = {f"{kind}.{field.name}" for kind, of in pb.DESCRIPTOR.message_types_by_name.items() for field in of.fields}
     assert set(bounds.BOUNDS) <= known
-    assert RIGHTS.keys() == {call for call in RIGHTS if call.startswith("/")} | CALLS.keys()
     for call, method in CALLS.items():
         for text in ("x", WIDE):
             request = largest(method.input_type, text)
@@ -164,26 +162,24 @@ class Caller:
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_every_field_beyond_its_bounds_is_refused_by_name(gated, call):
+def test_every_field_beyond_its_bounds_is_refused_by_name(gated, call, stack):
     allowed = [token for who, token in gated.tokens.items() if RIGHTS[call].allows(Identity(*who))]
-    with contextlib.ExitStack() as stack:
-        caller = Caller(gated, allowed[0], stack)
-        for where, request in beyond(CALLS[call].input_type):
-            with pytest.raises(ConfigError, match=f"{where}: got "):
-                caller.ask(call, request)
+    caller = Caller(gated, allowed[0], stack)
+    for where, request in beyond(CALLS[call].input_type):
+        with pytest.raises(ConfigError, match=f"{where}: got "):
+            caller.ask(call, request)
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_every_field_at_its_bounds_has_a_typed_outcome_for_every_role(gated, call):
+def test_every_field_at_its_bounds_has_a_typed_outcome_for_every_role(gated, call, stack):
     right, method = RIGHTS[call], CALLS[call].input_type
-    with contextlib.ExitStack() as stack:
-        for (tenant, role), token in gated.tokens.items():
-            caller = Caller(gated, token, stack)
-            codes = {caller.outcome(call, largest(method, *how)) for how in (("x",), (WIDE,), ("x", -1))}
-            if right.allows(Identity(tenant, role)):
-                assert "error" not in codes, (tenant, role, codes)
-            else:
-                assert codes == {"permission_denied"}, (tenant, role)
+    for (tenant, role), token in gated.tokens.items():
+        caller = Caller(gated, token, stack)
+        codes = {caller.outcome(call, largest(method, *how)) for how in (("x",), (WIDE,), ("x", -1))}
+        if right.allows(Identity(tenant, role)):
+            assert "error" not in codes, (tenant, role, codes)
+        else:
+            assert codes == {"permission_denied"}, (tenant, role)
 
 
 # refused whatever the request says: there is no such tenant, no NVSHMEM and no publisher, and the caller is no shard
@@ -202,21 +198,11 @@ def accepted(gated, adapter, call, proof):
     path, name = str(adapter.with_name("other") if "Update" in call else adapter), "x" * bounds.DEFAULT.length
     values = {
         "uri": f"{path}{'/.' * ((bounds.URI.length - len(path)) // 2)}",
-        "name": "tenant" if "Tenant" in call else name,
-        "tenant": "acme",
-        "on_behalf_of": "",
-        "role": "engine",
-        "weight": 1.0,
-        "max_rate": 1e6,
-        "token": gated.tokens["acme", Role.ENGINE],
-        "id": gated.tokens["acme", Role.VIEWER].split("_")[1],
-        "overlap_seconds": 30 * 86400.0,
-        "seconds": 0.0,
-        "page_token": f"0:{name}",
-        "version": "",
-        "stop": False,
-        "slo_class": LONGEST_CLASS,
-    }
+        "name": "tenant" if "Tenant" in call else name, "tenant": "acme", "on_behalf_of": "", "role": "engine",
+        "weight": 1.0, "max_rate": 1e6, "token": gated.tokens["acme", Role.ENGINE],
+        "id": gated.tokens["acme", Role.VIEWER].split("_")[1], "overlap_seconds": 30 * 86400.0, "seconds": 0.0,
+        "page_token": f"0:{name}", "version": "", "stop": False, "slo_class": LONGEST_CLASS,
+    }  # fmt: skip
     for field in CALLS[call].input_type.fields:
         if field.name == "holder":
             mac = lend(proof.key, proof.client, proof.epoch)
@@ -234,40 +220,32 @@ def accepted(gated, adapter, call, proof):
     return signed(request, proof) if proofs else request
 
 
-def test_the_largest_request_that_passes_fits_every_message_that_it_becomes(tmp_path, adapter):
+def test_the_largest_request_that_passes_fits_every_message_that_it_becomes(tmp_path, adapter, database, stack):
     """Of every RPC: the commands to shards, the reports that bring them back, and the answers of every other RPC."""
-    with contextlib.ExitStack() as stack:
-        database = stack.enter_context(contextlib.closing(Database(f"sqlite:///{tmp_path / FILE}")))
-        ledger = Ledger(database, spec_of("mixtral").to_json())
-        classes = SloClasses.parse({LONGEST_CLASS: {"slo": "ttft_p99=1s,tpot_avg=1s"}})
-        controller = make_tiny_controller(allowed=Allowed(roots=("/",)), ledger=ledger, classes=classes)
-        gated = Gated(tmp_path, stack, controller=controller)
-        admin = Caller(gated, gated.tokens["", Role.ADMIN], stack)
-        lease = admin.ask("Clients/Join", pb.JoinRequest(instance="engine"))
-        proof = proof_of(lease)
-        last = (
-            "Adapters/Rollback",
-            "Server/Drain",
-            "Clients/Release",
-            "Clients/Leave",
-            "Adapters/Remove",
-            "Access/RevokeToken",
-        )
-        first = ("Adapters/Add", "Adapters/Update", "Clients/Join", "Clients/Acquire")
-        order = [*first, *sorted(CALLS.keys() - {*first, *last}), *last]
-        reads = ("Adapters/List", "Adapters/Get", "Server/Status", "Access/ListTokens", "Access/ListTenants")
-        refused = set()
-        for call in order:
-            if admin.outcome(call, accepted(gated, adapter, call, proof)) != "ok":
-                refused.add(call)
-            for read in reads if call in first else ():
-                admin.ask(read, accepted(gated, adapter, read, proof))
-            reports = [*gated.shard.memory.reports(lambda handle: 2**32 - 1)]
-            registration = pb.ShardReport(registration=gated.shard.memory.sign(pb.Registration()))
-            assert all(one.ByteSize() <= bounds.REQUEST_BYTES for one in (*reports, registration)), call
-            assert gated.shard.largest <= bounds.KEPT_BYTES, call
-        assert refused == REFUSED
-        assert gated.get("/status.json", f"Bearer {gated.tokens['', Role.ADMIN]}")[0] == 200
+    ledger = Ledger(database, spec_of("mixtral").to_json())
+    classes = SloClasses.parse({LONGEST_CLASS: {"slo": "ttft_p99=1s,tpot_avg=1s"}})
+    controller = make_tiny_controller(allowed=Allowed(roots=("/",)), ledger=ledger, classes=classes)
+    gated = Gated(tmp_path, stack, controller=controller)
+    admin = Caller(gated, gated.tokens["", Role.ADMIN], stack)
+    lease = admin.ask("Clients/Join", pb.JoinRequest(instance="engine"))
+    proof = proof_of(lease)
+    last = ["Adapters/Rollback", "Server/Drain", "Clients/Release", "Clients/Leave"]
+    last += ["Adapters/Remove", "Access/RevokeToken"]
+    first = ("Adapters/Add", "Adapters/Update", "Clients/Join", "Clients/Acquire")
+    order = [*first, *sorted(CALLS.keys() - {*first, *last}), *last]
+    reads = ("Adapters/List", "Adapters/Get", "Server/Status", "Access/ListTokens", "Access/ListTenants")
+    refused = set()
+    for call in order:
+        if admin.outcome(call, accepted(gated, adapter, call, proof)) != "ok":
+            refused.add(call)
+        for read in reads if call in first else ():
+            admin.ask(read, accepted(gated, adapter, read, proof))
+        reports = [*gated.shard.memory.reports(lambda handle: 2**32 - 1)]
+        registration = pb.ShardReport(registration=gated.shard.memory.sign(pb.Registration()))
+        assert all(one.ByteSize() <= bounds.REQUEST_BYTES for one in (*reports, registration)), call
+        assert gated.shard.largest <= bounds.KEPT_BYTES, call
+    assert refused == REFUSED
+    assert gated.get("/status.json", f"Bearer {gated.tokens['', Role.ADMIN]}")[0] == 200
 
 
 def test_a_shard_keeps_a_bounded_number_of_dropped_handles():
@@ -302,13 +280,12 @@ def test_status_names_a_bounded_number_of_clients_and_adapters():
     assert (reply.joined[0].held, len(reply.joined[0].adapters)) == (MOST_HELD + 1, MOST_HELD)
 
 
-def test_an_error_fits_the_trailers_of_its_call(gated):
+def test_an_error_fits_the_trailers_of_its_call(gated, stack):
     """However long what it says is, and whatever bytes it takes."""
-    with contextlib.ExitStack() as stack:
-        caller = Caller(gated, gated.tokens["", Role.ADMIN], stack)
-        names = [WIDE * bounds.DEFAULT.length] * 1024
-        lease = caller.ask("Clients/Join", pb.JoinRequest(instance="engine"))
-        with pytest.raises(UnknownAdapterError):
-            caller.ask("Clients/Acquire", signed(pb.AcquireRequest(names=names), proof_of(lease)))
-        with pytest.raises(AdapterFormatError):
-            caller.ask("Adapters/Add", pb.AddAdapterRequest(name="a", uri=WIDE * bounds.URI.length))
+    caller = Caller(gated, gated.tokens["", Role.ADMIN], stack)
+    names = [WIDE * bounds.DEFAULT.length] * 1024
+    lease = caller.ask("Clients/Join", pb.JoinRequest(instance="engine"))
+    with pytest.raises(UnknownAdapterError):
+        caller.ask("Clients/Acquire", signed(pb.AcquireRequest(names=names), proof_of(lease)))
+    with pytest.raises(AdapterFormatError):
+        caller.ask("Adapters/Add", pb.AddAdapterRequest(name="a", uri=WIDE * bounds.URI.length))

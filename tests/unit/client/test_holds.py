@@ -1,6 +1,5 @@
 """What a session acquires and releases: in few calls, each request answered on its own, also when the lease ends."""
 
-import contextlib
 import threading
 import time
 
@@ -34,9 +33,8 @@ class Server(PlacedServer):
 
 
 @pytest.fixture
-def server():
-    with contextlib.ExitStack() as stack:
-        yield Server(stack)
+def server(stack):
+    return Server(stack)
 
 
 @pytest.fixture
@@ -88,24 +86,22 @@ def test_a_request_that_is_given_up_holds_nothing(server):
     assert server.held() == {} and server.session.acquire(["art"])[0].handle == 70_002
 
 
-def test_releases_of_one_tick_go_in_one_call_and_none_waits_for_long():
+def test_releases_of_one_tick_go_in_one_call_and_none_waits_for_long(stack):
     """With the next request's call, or once `release_gap` has passed; a release that is waited for goes at once."""
-    with contextlib.ExitStack() as stack:
-        server = Server(stack, Timings(release_gap=HANG_SECONDS))
-        session = server.session
-        for _ in range(3):
-            session.acquire(["law"])
-        session.release([70_000], waits=False), session.release([70_000], waits=False)
-        assert server.calls == [1, 1, 1] and server.held() == {70_000: 3}
-        assert session.acquire(["code"])[0].handle == 70_001
-        assert server.calls == [1, 1, 1, 2] and server.held() == {70_000: 1, 70_001: 1}
-        session.release([70_000], waits=False), session.release([70_001])
-        assert server.calls == [1, 1, 1, 2, 1] and server.held() == {}
-    with contextlib.ExitStack() as stack:
-        server = Server(stack, Timings(release_gap=0.01))
-        server.session.acquire(["law"])
-        server.session.release([70_000], waits=False)
-        until(lambda: server.held() == {}, "it goes alone")
+    server = Server(stack, Timings(release_gap=HANG_SECONDS))
+    session = server.session
+    for _ in range(3):
+        session.acquire(["law"])
+    session.release([70_000], waits=False), session.release([70_000], waits=False)
+    assert server.calls == [1, 1, 1] and server.held() == {70_000: 3}
+    assert session.acquire(["code"])[0].handle == 70_001
+    assert server.calls == [1, 1, 1, 2] and server.held() == {70_000: 1, 70_001: 1}
+    session.release([70_000], waits=False), session.release([70_001])
+    assert server.calls == [1, 1, 1, 2, 1] and server.held() == {}
+    server = Server(stack, Timings(release_gap=0.01))
+    server.session.acquire(["law"])
+    server.session.release([70_000], waits=False)
+    until(lambda: server.held() == {}, "it goes alone")
 
 
 def test_a_session_that_was_left_answers_at_once(server, busy):

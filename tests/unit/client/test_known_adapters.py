@@ -1,7 +1,6 @@
 """Names that an engine knows by a server's events: kept while these come, and never older than they say."""
 
 import asyncio
-import contextlib
 from collections import Counter
 
 import pytest
@@ -19,17 +18,9 @@ from tests.support.followed_events import Publishing
 from tests.support.serving import until
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
-def known():
-    known = KnownAdapters(Clock())
+def known(clock):
+    known = KnownAdapters(clock.now)
     known.renew(2.0)
     return known
 
@@ -72,9 +63,9 @@ def test_residency_follows_events_of_the_same_version(known):
     assert known.find("law").state == "ready"
 
 
-def test_nothing_is_known_once_events_cease(known):
+def test_nothing_is_known_once_events_cease(known, clock):
     keep(known, "law")
-    known._clock.now = 2.0
+    clock.advance(2.0)
     assert known.find("law") is None
     known.renew(2.0)
     assert known.find("law") is not None
@@ -96,18 +87,17 @@ class CountingDirectory(AdapterDirectory):
 
 
 @pytest.fixture
-def following(tmp_path):
-    with contextlib.ExitStack() as stack:
-        publishing = Publishing(tmp_path, stack, timings=Timings(event_silence=1.0))
-        adapters = publishing.controller.adapters
-        record = Record.decode(kept("law", 70_000).record)
-        with adapters.changes.lock:
-            adapters.changes.offer(record, eager=False)
-        directory = CountingDirectory(publishing.address)
-        stack.callback(directory.close)
-        follower = EventFollower(publishing.address, timings=publishing.timings)
-        stack.callback(follower.close)
-        yield publishing, directory, follower, record
+def following(tmp_path, stack):
+    publishing = Publishing(tmp_path, stack, timings=Timings(event_silence=1.0))
+    adapters = publishing.controller.adapters
+    record = Record.decode(kept("law", 70_000).record)
+    with adapters.changes.lock:
+        adapters.changes.offer(record, eager=False)
+    directory = CountingDirectory(publishing.address)
+    stack.callback(directory.close)
+    follower = EventFollower(publishing.address, timings=publishing.timings)
+    stack.callback(follower.close)
+    return publishing, directory, follower, record
 
 
 def test_a_known_name_costs_no_call_and_a_removed_one_is_refused(following):

@@ -1,5 +1,7 @@
 """An expert may have several owners: a client sends its rows to the first, and to no other."""
 
+from operator import attrgetter
+
 import torch
 
 from client_connector.client import Client
@@ -41,11 +43,9 @@ def answers(placement_type, monkeypatch):
             (forward.start_dense(qkv, x), "rows_M"),
             (forward.start_experts(gate_up, experts_Tk, x), "pairs_P"),
         ):
-            out = torch.zeros(ROWS, load.spec.out_width(started.site))
-            forward.finish(
-                started, lambda message, delta, out=out, place=place: out.index_add_(0, getattr(message, place), delta)
-            )
-            deltas.append(out)
+            deltas.append(out := torch.zeros(ROWS, load.spec.out_width(started.site)))
+            rows = attrgetter(place)
+            forward.finish(started, lambda message, delta, out=out, rows=rows: out.index_add_(0, rows(message), delta))
     client.close()
     server.close()
     return deltas, used

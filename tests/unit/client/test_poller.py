@@ -1,7 +1,7 @@
 """The thread that asks for waiting requests again, against a real controller."""
 
-import contextlib
 import time
+from itertools import chain
 
 import pytest
 
@@ -21,61 +21,20 @@ LONG = Timings(await_call=HANG_SECONDS, queue_wait=HANG_SECONDS, call=2 * HANG_S
 
 
 @pytest.fixture
-def joined(tmp_path):
+def joined(tmp_path, stack):
     """A controller whose Await calls last until they are answered, and a session of an engine."""
-    with contextlib.ExitStack() as stack:
-        gated = Gated(tmp_path, stack, controller=make_controller(settled=False, timings=LONG))
-        credentials = Credentials(token=gated.tokens["", Role.ENGINE])
-        session = RemoteServer(gated.address, links=False, credentials=credentials, timings=LONG).join(HANG_SECONDS)
-        stack.callback(session.leave)
-        yield gated, session
+    gated = Gated(tmp_path, stack, controller=make_controller(settled=False, timings=LONG))
+    credentials = Credentials(token=gated.tokens["", Role.ENGINE])
+    session = RemoteServer(gated.address, links=False, credentials=credentials, timings=LONG).join(HANG_SECONDS)
+    stack.callback(session.leave)
+    return gated, session
 
 
-def report(gated, name, layers):
-    moved(gated.controller, gated.shard.handle, [pb.Residency(handle=gated.handles[name], layers=layers)])
-
-
-def loading(gated, session, name):
-    """A request whose adapter is loading, as the driver hands it to the poller."""
-    session.release([one.handle for one in session.acquire([name])])  # shards are told of it when it is named first
-    commands = gated.shard.handle.commands
-    wait_all([commands.send(pb.ShardCommand(revoke=0))], HANG_SECONDS, "what the shard was told before")
-    report(gated, name, 0)
-    request = AdapterRequest(name, name, ticket=AdmissionTicket(session, session.ticket()))
-    answer = session.ask(request.ticket.number, [name], pace=0.0)
-    assert isinstance(answer, LoadingAnswer) and answer.seconds is None
-    request.state = request.state.after(RequestEvent.NO_WEIGHTS, held=answer.held[0]).state
-    return request
-
-
-def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined):
-    gated, session = joined
-    answered, began = [], time.monotonic()
-
-    def ask(requests):
-        for request in requests:
-            (held,) = session.ask(request.ticket.number, [request.name])
-            request.state = request.state.after(RequestEvent.GRANTED, held=held).state
-            answered.append(request.name)
-        return requests
-
-    poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)
-    try:
-        poller.add(loading(gated, session, "law"))
-        until(lambda: poller._wait is not None, "it waits for the first")
-        poller.add(loading(gated, session, "org/art"))
-        report(gated, "org/art", gated.controller.agreement.spec.layers)
-        until(lambda: answered == ["org/art"], "the second is answered", HANG_SECONDS / 2)
-        report(gated, "law", gated.controller.agreement.spec.layers)
-        until(lambda: answered == ["org/art", "law"] and not len(poller), "and the first", HANG_SECONDS / 2)
-        assert time.monotonic() - began < HANG_SECONDS
-    finally:
-        poller.close()
-
-
-def test_requests_that_are_answered_together_are_asked_for_together(joined):
-    gated, session = joined
-    asked, names = [], ["law", "org/art"]
+@pytest.fixture
+def polled(joined):
+    """A poller of this session, and the names of each of its calls."""
+    _, session = joined
+    asked = []
 
     def ask(requests):
         asked.append([one.name for one in requests])
@@ -85,14 +44,47 @@ def test_requests_that_are_answered_together_are_asked_for_together(joined):
         return requests
 
     poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)
-    try:
-        with poller._changed:  # the first wait is for both
-            for name in names:
-                poller.add(loading(gated, session, name))
-        layers = gated.controller.agreement.spec.layers
-        reports = [pb.Residency(handle=gated.handles[name], layers=layers) for name in names]
-        moved(gated.controller, gated.shard.handle, reports)
-        until(lambda: not len(poller), "both are answered")
-        assert asked == [names]
-    finally:
-        poller.close()
+    yield poller, asked
+    poller.close()
+
+
+def report(gated, *names, layers=None):
+    """The shard reports that it has so many layers of these adapters, or all."""
+    layers = gated.controller.agreement.spec.layers if layers is None else layers
+    reports = [pb.Residency(handle=gated.handles[name], layers=layers) for name in names]
+    moved(gated.controller, gated.shard.handle, reports)
+
+
+def loading(gated, session, name):
+    """A request whose adapter is loading, as the driver hands it to the poller."""
+    session.release([one.handle for one in session.acquire([name])])  # shards are told of it when it is named first
+    commands = gated.shard.handle.commands
+    wait_all([commands.send(pb.ShardCommand(revoke=0))], HANG_SECONDS, "what the shard was told before")
+    report(gated, name, layers=0)
+    request = AdapterRequest(name, name, ticket=AdmissionTicket(session, session.ticket()))
+    answer = session.ask(request.ticket.number, [name], pace=0.0)
+    assert isinstance(answer, LoadingAnswer) and answer.seconds is None
+    request.state = request.state.after(RequestEvent.NO_WEIGHTS, held=answer.held[0]).state
+    return request
+
+
+def test_a_long_wait_for_some_requests_delays_no_request_that_comes_later(joined, polled):
+    (gated, session), (poller, asked), began = joined, polled, time.monotonic()
+    poller.add(loading(gated, session, "law"))
+    until(lambda: poller._wait is not None, "it waits for the first")
+    poller.add(loading(gated, session, "org/art"))
+    report(gated, "org/art")
+    until(lambda: [*chain(*asked)] == ["org/art"], "the second is answered", HANG_SECONDS / 2)
+    report(gated, "law")
+    until(lambda: [*chain(*asked)] == ["org/art", "law"] and not len(poller), "and the first", HANG_SECONDS / 2)
+    assert time.monotonic() - began < HANG_SECONDS
+
+
+def test_requests_that_are_answered_together_are_asked_for_together(joined, polled):
+    (gated, session), (poller, asked), names = joined, polled, ["law", "org/art"]
+    with poller._changed:  # the first wait is for both
+        for name in names:
+            poller.add(loading(gated, session, name))
+    report(gated, *names)
+    until(lambda: not len(poller), "both are answered")
+    assert asked == [names]

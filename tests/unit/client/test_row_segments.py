@@ -56,16 +56,10 @@ def servers(request, tmp_path_factory):
 
     def serve(kind):
         if kind not in found:
-            load, options = (
-                workload(kind),
-                {"layout": "ep2-pp2", "max_step_rows": 3 if request.param == "chunks" else 64},
-            )
-            sockets = tmp_path_factory.mktemp("shards")
-            found[kind] = (
-                EmulatedServer(sockets, load.spec, load.paths, mirror="no", **options)
-                if request.param == "device"
-                else InprocServer(load.spec, load.paths, **options)
-            )
+            load, rows = workload(kind), 3 if request.param == "chunks" else 64
+            emulated = functools.partial(EmulatedServer, tmp_path_factory.mktemp("shards"), mirror="no")
+            make = emulated if request.param == "device" else InprocServer
+            found[kind] = make(load.spec, load.paths, layout="ep2-pp2", max_step_rows=rows)
         return found[kind]
 
     yield serve

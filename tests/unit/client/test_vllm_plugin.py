@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -73,13 +74,12 @@ def test_bad_settings_are_refused(own, words):
         configured({"lora_server": own}, {})
 
 
-@pytest.mark.parametrize(
-    ("version", "good"),
-    [("0.32.0", True), ("0.33.1+cpu", True), ("0.31.9", False), ("0.34.0rc1", False), ("1.0", False), ("dev", False)],
-)
-def test_supported_versions(version, good):
-    with contextlib.nullcontext() if good else pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
-        check_version(version)
+def test_supported_versions():
+    for good in ("0.32.0", "0.33.1+cpu"):
+        check_version(good)
+    for bad in ("0.31.9", "0.34.0rc1", "1.0", "dev"):
+        with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
+            check_version(bad)
 
 
 @pytest.mark.parametrize(("dtype", "has_amx", "granted", "asked", "refused"), [
@@ -135,13 +135,10 @@ def test_flags_are_read_back():
 @pytest.fixture(scope="module", params=["host", pytest.param("device", marks=needs_emulator)])
 def served(request, tmp_path_factory):
     """Activations in host memory, or on a device that routes them itself (which is this CPU: emulated_link)."""
-    load, options = workload("mixtral"), {"layout": "ep2-pp2", "max_step_rows": 24}
-    if request.param == "host":
-        server = InprocServer(load.spec, load.paths, **options)
-    else:
-        server = EmulatedServer(tmp_path_factory.mktemp("shards"), load.spec, load.paths, mirror="no", **options)
-    yield load, server
-    server.close()
+    load, emulated = workload("mixtral"), partial(EmulatedServer, tmp_path_factory.mktemp("shards"), mirror="no")
+    make = emulated if request.param == "device" else InprocServer
+    with contextlib.closing(make(load.spec, load.paths, layout="ep2-pp2", max_step_rows=24)) as server:
+        yield load, server
 
 
 @pytest.fixture

@@ -166,20 +166,19 @@ def test_it_needs_a_server(monkeypatch):
 
 
 @pytest.fixture
-def away():
+def away(stack):
     """An address where nobody listens yet, and how to begin: a server with adapter law."""
     address = free_address()
-    with contextlib.ExitStack() as stack:
-        directory = AdapterDirectory(address)
-        stack.callback(directory.close)
+    directory = AdapterDirectory(address)
+    stack.callback(directory.close)
 
-        def begin():
-            controller = make_controller()
-            stack.callback(controller.shards.close)
-            controller.adapters.catalog.publish(Record.decode(kept("law", 70_000).record))
-            stack.callback(ControlServer(controller, address, Doorkeeper("")).close, 0.2)
+    def begin():
+        controller = make_controller()
+        stack.callback(controller.shards.close)
+        controller.adapters.catalog.publish(Record.decode(kept("law", 70_000).record))
+        stack.callback(ControlServer(controller, address, Doorkeeper("")).close, 0.2)
 
-        yield directory, begin
+    return directory, begin
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -36,9 +36,8 @@ class Model:
         return {handle for _, _, handle in self.holds}
 
     def fits(self, handles):
-        return all(sum(self.sizes[one][shard] for one in handles) <= self.capacity[shard] for shard in SHARDS) and (
-            not self.most or len(handles) <= self.most
-        )
+        taken = [sum(self.sizes[one][shard] for one in handles) for shard in SHARDS]
+        return all(taken[shard] <= self.capacity[shard] for shard in SHARDS) and len(handles) <= (self.most or 99)
 
     def admit(self):
         """One pass over the queue, which changes what fits as it goes."""
@@ -167,9 +166,8 @@ def limited(**sizes):
 def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     admission, clock = limited(a=6, big=8, small=2)
     assert admission.acquire(1, 1, ["a"]) == [1]
-    assert admission.acquire(2, 1, ["big"]).reason == (
-        "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
-    )
+    no_room = "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
+    assert admission.acquire(2, 1, ["big"]).reason == no_room
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
     clock.advance(Timings.first_in_queue)
     assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "earlier requests go first")
@@ -222,24 +220,22 @@ def test_a_cancel_that_precedes_its_ticket_leaves_no_hold():
 
 
 @pytest.fixture
-def serve():
+def serve(stack):
     """Start controllers of three adapters of 4 bytes each, with one shard whose pool has 10 bytes."""
-    with ExitStack() as stack:
 
-        def start(memory=None, **fields):
-            controller = make_controller(settled=memory is None, **fields)
-            shard = ToldShard(controller, memory, pool_bytes=10)
-            stack.callback(shard.close)
-            if memory is None:
-                controller.adapters.recovery.adopt(
-                    [kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0
-                )
-                controller.adapters.sync.settle()
-            sizes = [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)]
-            moved(controller, shard.handle, sizes)
-            return controller, shard
+    def start(memory=None, **fields):
+        controller = make_controller(settled=memory is None, **fields)
+        shard = ToldShard(controller, memory, pool_bytes=10)
+        stack.callback(shard.close)
+        if memory is None:
+            loads = [kept(name, handle) for handle, name in enumerate("abc", start=1)]
+            controller.adapters.recovery.adopt(loads, (), 0)
+            controller.adapters.sync.settle()
+        sizes = [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)]
+        moved(controller, shard.handle, sizes)
+        return controller, shard
 
-        yield start
+    return start
 
 
 def join(controller):
@@ -289,9 +285,8 @@ def test_a_restarted_shard_and_a_new_controller_learn_which_adapters_are_active(
     fresh.close()
     successor, shard = serve(shard.memory)
     assert successor.start.settled.is_set()
-    assert successor.adapters.admission.queue.capacity.active == {1, 2}, (
-        "as the shard was told, until the clients have spoken"
-    )
+    active = successor.adapters.admission.queue.capacity.active
+    assert active == {1, 2}, "as the shard was told, until the clients have spoken"
     assert successor.requests.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
     successor.requests.restore(one, [2])
     assert successor.requests.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"

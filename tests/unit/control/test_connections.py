@@ -100,18 +100,12 @@ def test_one_hosts_connections_end_no_other_hosts(of_a_host, in_all, left):
         until(lambda: open_ones(connections) == left, "the others have ended")
 
 
-@pytest.mark.parametrize(
-    ("said", "address"),
-    [
-        ("ipv4:10.0.0.1:50000", ("10.0.0.1", 50000)),
-        ("ipv4:10.0.0.1:50000", ("::ffff:10.0.0.1", 50000)),
-        ("ipv6:%5B::1%5D:7", ("::1", 7)),
-        ("ipv6:%5Bfe80::1%252%5D:7", ("fe80::1%eth0", 7)),
-    ],
-)
-def test_grpc_and_sockets_mean_the_same_peer(said, address):
-    assert Peer.of_grpc(said) == Peer.of(*address)
-
-
-def test_what_is_no_address_is_no_peer_of_a_socket():
-    assert Peer.of_grpc("unix:") == Peer("", 0)
+@pytest.mark.parametrize(("said", "peer"), [
+    ("ipv4:10.0.0.1:50000", Peer.of("10.0.0.1", 50000)),
+    ("ipv4:10.0.0.1:50000", Peer.of("::ffff:10.0.0.1", 50000)),
+    ("ipv6:%5B::1%5D:7", Peer.of("::1", 7)),
+    ("ipv6:%5Bfe80::1%252%5D:7", Peer.of("fe80::1%eth0", 7)),
+    ("unix:", Peer("", 0)),  # no address is no peer of a socket
+])  # fmt: skip
+def test_grpc_and_sockets_mean_the_same_peer(said, peer):
+    assert Peer.of_grpc(said) == peer

@@ -23,7 +23,6 @@ from lora_server.registry.database import FILE, Database, count, counted
 from lora_server.spec import Invocation, Site
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.clocks import VirtualClock
 from tests.support.controllers import kept, make_controller
 
 
@@ -36,12 +35,10 @@ def test_a_name_that_is_taken_by_another_version_is_refused():
     assert existing("law", "v1").handle == 1 and existing("code", "v1") is None
     with pytest.raises(errors.AdapterExistsError, match="adapters update law SOURCE"):
         existing("law", "v2")
-    assert adapters.catalog.ledger.next_handle() == FIRST_HANDLE, (
-        "handles are never used twice, and fit a shard's kernel"
-    )
+    assert adapters.catalog.ledger.next_handle() == FIRST_HANDLE, "none is used twice, and all fit a shard's kernel"
 
 
-NAMES, CLIENTS = st.sampled_from(["law", "code", "art"]), st.integers(1, 3)
+NAMES, CLIENTS = st.sampled_from(["law", "acme/law", "acme/code"]), st.integers(1, 3)
 
 
 class AdaptersMachine(RuleBasedStateMachine):
@@ -51,12 +48,13 @@ class AdaptersMachine(RuleBasedStateMachine):
     def start(self):
         self.adapters = make_controller().adapters
         self.listed, self.holds, self.alive, self.silent, self.next = {}, [], set(), {}, 1
+        self.name_of = {}  # a name has several handles, while its earlier versions drain
 
     @rule(name=NAMES)
     def add(self, name):
         if name not in self.listed:
             self.adapters.recovery.adopt([kept(name, self.next)], (), 0)
-            self.listed[name] = self.next
+            self.listed[name], self.name_of[self.next] = self.next, name
             self.alive.add(self.next)
             self.next += 1
 
@@ -126,6 +124,12 @@ class AdaptersMachine(RuleBasedStateMachine):
             assert one.holders == len({client for client, handle in self.holds if handle == one.record.handle})
             assert (one.state == "draining") == (one.record.handle not in self.listed.values())
 
+    @invariant()
+    def a_tenants_names_in_use_are_those_of_versions_that_are_held(self):
+        held = {self.name_of[handle] for _, handle in self.holds}
+        for tenant in ("acme", "nobody"):
+            assert self.adapters.admission._names.of(tenant) == {name for name in held if name.startswith(f"{tenant}/")}
+
 
 TestAdapters = AdaptersMachine.TestCase
 TestAdapters.settings = settings(max_examples=50, deadline=None)
@@ -148,8 +152,7 @@ def test_leases_are_unique_and_end_once(count):
     assert len(leases) == 0
 
 
-def test_silent_leases_expire_but_not_by_a_stall_of_the_controllers_own():
-    clock = VirtualClock()
+def test_silent_leases_expire_but_not_by_a_stall_of_the_controllers_own(clock):
     leases = Leases(seconds=10.0, clock=clock)
     silent, lively = leases.grant("silent"), leases.grant("lively")
     for _ in range(2):
@@ -189,8 +192,7 @@ def test_the_table_knows_who_is_missing():
     assert table.missing() == [0]
 
 
-def test_a_shard_that_does_not_report_is_missing_until_it_does():
-    clock = VirtualClock()
+def test_a_shard_that_does_not_report_is_missing_until_it_does(clock):
     table = ShardTable(Layout(1, 1), "independent", clock=clock)
     handle = arrived(table, handle_of(0))
     clock.advance(Timings.shard_silence)
@@ -203,8 +205,7 @@ def test_a_shard_that_does_not_report_is_missing_until_it_does():
     assert arrived(table, handle_of(0, pid=2)).epoch > handle.epoch, "another may have its rank"
 
 
-def test_a_shard_that_ended_without_notice_is_lost_until_another_comes():
-    clock = VirtualClock()
+def test_a_shard_that_ended_without_notice_is_lost_until_another_comes(clock):
     table = ShardTable(Layout(2, 1), "independent", clock=clock)
     of_node1 = ShardHandle(pb.Registration(shard=1, node=1, pid=1, instance="1"))
     first, second = arrived(table, handle_of(0)), arrived(table, of_node1)
@@ -278,13 +279,6 @@ def url(directory):
     return f"sqlite:///{directory / FILE}"
 
 
-@pytest.fixture
-def database(tmp_path):
-    opened = Database(url(tmp_path))
-    yield opened
-    opened.close()
-
-
 def test_the_file_is_private_and_crash_safe(database, tmp_path):
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     ask = ("journal_mode", "synchronous", "foreign_keys")
@@ -347,8 +341,7 @@ def test_tenants_beyond_the_first_hundred_share_a_counter():
     assert counters.all() == {"(operator)": {"steps": 1}, "acme": {"steps": 2}, "(other)": {"steps": 2}}
 
 
-def test_every_end_of_a_hold_counts_once():
-    clock = VirtualClock()
+def test_every_end_of_a_hold_counts_once(clock):
     tally = Tally(TENANTS.get, clock.now)
     holds = ClientHolds(tally.changed)
     holds.acquire(1, [1, 1, 2])
@@ -363,9 +356,9 @@ def test_every_end_of_a_hold_counts_once():
     assert tally.sums() == ({"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}, Sum(1, 1.0))
 
 
-def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum():
+def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum(clock):
     """First the tail is called, then a few hot ones: they take the places, and a difference is what ended between."""
-    clock, rng = VirtualClock(), random.Random(3)
+    rng = random.Random(3)
     tally = Tally(TENANTS.get, clock.now, most=4, review=50)
     seen = {"(other)": Sum()}
     for turn in range(600):

@@ -14,16 +14,18 @@ from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapt
 from lora_server.slo import SloClasses
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Proof
-from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, moved, registration
+from tests.support.controllers import (
+    ToldShard,
+    drained,
+    kept,
+    make_controller,
+    make_tiny_controller,
+    moved,
+    registration,
+)
 from tests.support.killed_controller import part_of
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import until
-
-
-def drained(handle):
-    """The commands that a handle was given so far."""
-    handle.commands.close()
-    return list(handle.commands)
 
 
 def loads(handle):
@@ -204,9 +206,6 @@ def test_a_restarted_shard_is_told_the_sizes_of_its_adapters():
     second.close()
 
 
-LONG = 3600.0
-
-
 @pytest.fixture
 def server(tmp_path, tiny_adapters):
     one = Server(tmp_path, tiny_adapters)
@@ -259,9 +258,8 @@ def test_a_deadline_outlives_the_controller(server, came, goes):
     server.kill()
     cut_off_in_time(server)
     server.adapters.admission.restore(client, handles)
-    assert not server.adapters.admission.holds.of(client, handles), (
-        "it was cut off before the controller knew that it held it"
-    )
+    held = server.adapters.admission.holds.of(client, handles)
+    assert not held, "it was cut off before the controller knew that it held it"
     until(lambda: len(server.shard.memory.loads) == len(states(server)) == (goes is update), "shards drop it", SECONDS)
 
 
@@ -269,10 +267,8 @@ def test_a_deadline_outlives_the_controller(server, came, goes):
 def test_an_engine_keeps_the_version_in_its_weights_past_the_deadline_and_the_controller(server, goes):
     add(server)
     record = server.adapters.listings.get("law").record
-    joined = [
-        server.controller.clients.join(name, EngineTraits(merged=its))[0]
-        for name, its in (("m", record.version), ("e", ""))
-    ]
+    versions = EngineTraits(merged=record.version), EngineTraits(merged="")
+    joined = [server.controller.clients.join("engine", traits)[0] for traits in versions]
     engine, other = (lease.client for lease in joined)
 
     def holders():
@@ -294,7 +290,7 @@ def test_an_engine_keeps_the_version_in_its_weights_past_the_deadline_and_the_co
 
 def test_a_hold_is_not_cut_off_before_its_deadline(server):
     client, handles = hold(server)
-    server.adapters.rollout.remove("law", LONG)
+    server.adapters.rollout.remove("law", 3600.0)
     server.kill()
     server.adapters.admission.cut_off()
     assert list(states(server).values()) == ["draining"]

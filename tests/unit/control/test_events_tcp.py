@@ -63,9 +63,8 @@ class Served:
 
 
 @pytest.fixture
-def served():
-    with contextlib.ExitStack() as stack:
-        yield Served(stack)
+def served(stack):
+    return Served(stack)
 
 
 def hears(peer, seconds=HANG_SECONDS):
@@ -155,8 +154,7 @@ def test_a_token_has_a_bounded_number_of_keys(monkeypatch):
 
 def still_serves(served):
     served.events("law")
-    reader = served.peer(who=OPERATOR)
-    return hears(reader)
+    return hears(served.peer(who=OPERATOR))
 
 
 def test_messages_that_are_no_subscriptions_void_the_key(served):
@@ -183,31 +181,30 @@ def test_a_long_message_ends_its_connection_alone(served):
     assert hears(rival) and still_serves(served)
 
 
-def test_a_connection_that_sends_too_much_ends(monkeypatch):
+def test_a_connection_that_sends_too_much_ends(monkeypatch, stack):
     """A message without an end stays in libzmq's memory, invisible to us: the bytes that came tell."""
     monkeypatch.setattr("lora_server.control.events.sockets.MOST_CONNECTIONS", 2)
-    with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-        def connected():
-            client = stack.enter_context(socket.create_connection(listening.getsockname(), HANG_SECONDS))
-            return client, stack.enter_context(listening.accept()[0])
+    def connected():
+        client = stack.enter_context(socket.create_connection(listening.getsockname(), HANG_SECONDS))
+        return client, stack.enter_context(listening.accept()[0])
 
-        limit, (_, calm), (loud, heard) = InboundLimit(listening.getsockname()[1]), connected(), connected()
-        for _ in range(MOST_BYTES // 1024):
-            loud.sendall(b"x" * 1024)
-            assert len(heard.recv(1024, socket.MSG_WAITALL)) == 1024
-        limit.enforce()
-        assert is_open(heard), "it is at the limit"
-        loud.sendall(b"x")
-        assert heard.recv(1) == b"x"
-        limit.enforce()
-        assert not is_open(heard) and is_open(calm)
-        heard.close()
-        _, newer = connected()
-        _, newest = connected()
-        limit.enforce()
-        assert not is_open(calm) and is_open(newer) and is_open(newest), "the oldest ends"
+    limit, (_, calm), (loud, heard) = InboundLimit(listening.getsockname()[1]), connected(), connected()
+    for _ in range(MOST_BYTES // 1024):
+        loud.sendall(b"x" * 1024)
+        assert len(heard.recv(1024, socket.MSG_WAITALL)) == 1024
+    limit.enforce()
+    assert is_open(heard), "it is at the limit"
+    loud.sendall(b"x")
+    assert heard.recv(1) == b"x"
+    limit.enforce()
+    assert not is_open(heard) and is_open(calm)
+    heard.close()
+    _, newer = connected()
+    _, newest = connected()
+    limit.enforce()
+    assert not is_open(calm) and is_open(newer) and is_open(newest), "the oldest ends"
 
 
 def is_open(connection):
@@ -221,23 +218,22 @@ def is_open(connection):
         connection.setblocking(True)
 
 
-def test_a_message_without_an_end_holds_up_no_reader_over_ipc(tmp_path):
+def test_a_message_without_an_end_holds_up_no_reader_over_ipc(tmp_path, stack):
     """Over ipc only processes of this user can send one."""
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
     ready = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
-    with contextlib.ExitStack() as stack:
-        publishing = Publishing(tmp_path, stack)
-        stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-        stranger.settimeout(HANG_SECONDS)
-        stranger.connect(publishing.endpoint.removeprefix("ipc://"))
-        for message in (greeting, ready):
-            assert stranger.recv(1000)
-            stranger.sendall(message)
-        for _ in range(10_000):
-            stranger.sendall(b"\3\0\0\0\0\0\0\3\xe8" + b"\2" * 1000)
-        reader = publishing.reader("adapter")
-        publishing.events.publish(ADAPTER, "law", AdapterRemoved("law", "v"))
-        assert [event.name for event in taken(reader, 1)] == ["law"]
+    publishing = Publishing(tmp_path, stack)
+    stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+    stranger.settimeout(HANG_SECONDS)
+    stranger.connect(publishing.endpoint.removeprefix("ipc://"))
+    for message in (greeting, ready):
+        assert stranger.recv(1000)
+        stranger.sendall(message)
+    for _ in range(10_000):
+        stranger.sendall(b"\3\0\0\0\0\0\0\3\xe8" + b"\2" * 1000)
+    reader = publishing.reader("adapter")
+    publishing.events.publish(ADAPTER, "law", AdapterRemoved("law", "v"))
+    assert [event.name for event in taken(reader, 1)] == ["law"]
 
 
 def test_router_identities_and_other_kinds_of_socket_do_no_harm(served):
@@ -252,9 +248,10 @@ def test_router_identities_and_other_kinds_of_socket_do_no_harm(served):
     assert still_serves(served)
 
 
-@pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\0" * 900]
-)
+CURVE = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\0" * 900
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, CURVE])
 def test_bytes_that_are_no_zmtp_do_no_harm(served, data):
     with socket.create_connection(served.address, HANG_SECONDS) as stranger:
         stranger.sendall(data)

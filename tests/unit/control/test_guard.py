@@ -72,31 +72,30 @@ def test_a_held_port_is_this_users_alone(host, others, chosen):
     listen(host, port, REUSE[:1])
 
 
-def test_a_chosen_port_is_free_at_every_address_of_the_host(monkeypatch):
+def test_a_chosen_port_is_free_at_every_address_of_the_host(monkeypatch, stack):
     """The kernel chooses one that is free at the first address; here another process has it at the second."""
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
     hold, taken = guard._hold, []
-    with contextlib.ExitStack() as stack:
 
-        def held_and_taken(family, host, port):
-            held = hold(family, host, port)
-            if not port and len(taken) < 3:
-                number = held.getsockname()[1]
-                taken.append(number)
-                stack.enter_context(socket.create_server(("127.0.0.2", number)))
-            return held
+    def held_and_taken(family, host, port):
+        held = hold(family, host, port)
+        if not port and len(taken) < 3:
+            number = held.getsockname()[1]
+            taken.append(number)
+            stack.enter_context(socket.create_server(("127.0.0.2", number)))
+        return held
 
-        monkeypatch.setattr(guard, "_hold", held_and_taken)
-        port = hold_port("--listen", Address("two.example", 0), stack).port
-        assert len(taken) == 3 and port not in taken
-        for host in ("127.0.0.1", "127.0.0.2"):
-            with pytest.raises(OSError, match="in use"):
-                listen(host, port, REUSE[:1])
-        with socket.create_server(("127.0.0.1", taken[0])):
-            pass  # it was given up
-        with pytest.raises(ConfigError, match="in use"):
-            hold_port("--listen", Address("two.example", taken[0]), stack)
+    monkeypatch.setattr(guard, "_hold", held_and_taken)
+    port = hold_port("--listen", Address("two.example", 0), stack).port
+    assert len(taken) == 3 and port not in taken
+    for host in ("127.0.0.1", "127.0.0.2"):
+        with pytest.raises(OSError, match="in use"):
+            listen(host, port, REUSE[:1])
+    with socket.create_server(("127.0.0.1", taken[0])):
+        pass  # it was given up
+    with pytest.raises(ConfigError, match="in use"):
+        hold_port("--listen", Address("two.example", taken[0]), stack)
 
 
 def test_a_port_is_held_again_after_connections_to_it():

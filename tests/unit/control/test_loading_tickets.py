@@ -2,7 +2,6 @@
 
 import math
 import threading
-from contextlib import ExitStack
 
 import pytest
 
@@ -25,11 +24,8 @@ class Loads:
 
     def __init__(self):
         self.left, self.now = dict.fromkeys(HANDLES.values(), 0.0), 0.0
-        self.queue = AdmissionQueue(
-            lambda names: [HANDLES[name] for name in names],
-            clock=lambda: self.now,
-            loads=TicketLoads(self.left.__getitem__, limit_seconds=60.0),
-        )
+        resolve, loads = HANDLES.__getitem__, TicketLoads(self.left.__getitem__, limit_seconds=60.0)
+        self.queue = AdmissionQueue(lambda names: [*map(resolve, names)], clock=lambda: self.now, loads=loads)
 
     def ask(self, number=1, names=("law",), pace=0.0):
         return self.queue.acquire(1, number, names, pace=pace)
@@ -93,18 +89,17 @@ def test_an_adapter_is_loaded_when_the_slowest_shard_has_it():
 
 
 @pytest.fixture
-def served():
+def served(stack):
     """A controller with one shard, which has said that `law` is on its disk."""
-    with ExitStack() as stack:
-        controller = make_controller()
-        shard = ToldShard(controller, pool_bytes=10)
-        stack.callback(shard.close)
-        controller.adapters.recovery.adopt([kept(name, handle) for name, handle in HANDLES.items()], (), 0)
-        controller.adapters.sync.settle()
-        until(lambda: controller.adapters.sync.residency.seconds_left(1) == 0.0, "the shard was told of it")
-        tell(controller, shard, layers=0, measured=True, bytes=4)
-        lease, _ = controller.clients.join("engine")
-        yield controller, shard, lease.proof
+    controller = make_controller()
+    shard = ToldShard(controller, pool_bytes=10)
+    stack.callback(shard.close)
+    controller.adapters.recovery.adopt([kept(name, handle) for name, handle in HANDLES.items()], (), 0)
+    controller.adapters.sync.settle()
+    until(lambda: controller.adapters.sync.residency.seconds_left(1) == 0.0, "the shard was told of it")
+    tell(controller, shard, layers=0, measured=True, bytes=4)
+    lease, _ = controller.clients.join("engine")
+    return controller, shard, lease.proof
 
 
 def tell(controller, shard, **fields):

@@ -81,9 +81,8 @@ class Node:
 
 
 @pytest.fixture
-def node(request, tiny_adapters, tmp_path):
-    with ExitStack() as stack:
-        yield Node(tiny_adapters["all"], tmp_path, stack, getattr(request, "param", DEFAULTS))
+def node(request, tiny_adapters, tmp_path, stack):
+    return Node(tiny_adapters["all"], tmp_path, stack, getattr(request, "param", DEFAULTS))
 
 
 def is_right(lease, node):

@@ -10,16 +10,10 @@ from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.placement import Layout, Placement
 from lora_server.timings import DEFAULTS
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.clocks import VirtualClock
-from tests.support.controllers import SPEC, registration
+from tests.support.controllers import SPEC, drained, registration
 
 LAYOUT = Layout(2, 1, replicas=2)  # shards 0 and 1, and their twins 2 and 3
 HANDLE = 7
-
-
-@pytest.fixture
-def clock():
-    return VirtualClock()
 
 
 @pytest.fixture
@@ -32,14 +26,9 @@ def arrive(controller, shard, **fields):
     return controller.arrivals.arrive(registration(shard, **own), [])
 
 
-def complete(controller):
+@pytest.fixture
+def handles(controller):
     return [arrive(controller, shard) for shard in range(LAYOUT.num_shards)]
-
-
-def sent(handle):
-    """The commands of a shard up to now; closes its queue."""
-    handle.commands.close()
-    return [command.WhichOneof("command") for command in handle.commands]
 
 
 def test_a_start_waits_for_twins_but_not_for_ever(controller, clock):
@@ -73,8 +62,7 @@ def test_twins_with_different_pools_are_refused_with_both_figures(controller):
     arrive(controller, 1, pool_bytes=8192)
 
 
-def test_a_command_waits_for_no_shard_whose_twin_is_up(controller):
-    handles = complete(controller)
+def test_a_command_waits_for_no_shard_whose_twin_is_up(controller, handles):
     pending = [handle.commands.send(pb.ShardCommand(drop=1)) for handle in handles[:2]]
     for handle, one in zip(handles, pending, strict=False):
         controller.arrivals.depart(handle)
@@ -86,8 +74,7 @@ def test_a_command_waits_for_no_shard_whose_twin_is_up(controller):
     assert last.error is not None and not last.is_needless
 
 
-def test_a_silent_shard_is_let_go_while_its_twin_is_heard(controller, clock):
-    handles = complete(controller)
+def test_a_silent_shard_is_let_go_while_its_twin_is_heard(controller, handles, clock):
     clock.advance(1.0)
     for handle in handles[2:]:
         controller.shards.update(handle, pb.ShardStats())
@@ -124,8 +111,7 @@ def test_a_shard_is_not_behind_where_no_twin_is_further():
     assert not table.is_behind(3, [HANDLE])
 
 
-def test_a_client_is_gone_when_it_has_a_connection_to_no_twin(controller):
-    handles = complete(controller)
+def test_a_client_is_gone_when_it_has_a_connection_to_no_twin(controller, handles):
     leases, clients = controller.clients.leases, controller.clients
     lease = leases.grant("engine")
     clients.gone(handles[1], lease.client, lease.epoch)
@@ -139,21 +125,19 @@ def test_a_client_is_gone_when_it_has_a_connection_to_no_twin(controller):
     assert leases.find(lease.client, lease.epoch) is None
 
 
-def test_a_client_without_the_only_twin_that_is_up_is_gone(controller):
-    handles = complete(controller)
+def test_a_client_without_the_only_twin_that_is_up_is_gone(controller, handles):
     lease = controller.clients.leases.grant("engine")
     controller.arrivals.depart(handles[3])
     controller.clients.gone(handles[1], lease.client, lease.epoch)
     assert controller.clients.leases.find(lease.client, lease.epoch) is None
 
 
-def test_a_shard_that_comes_back_is_told_the_clients_before_what_they_hold(controller):
-    handles = complete(controller)
+def test_a_shard_that_comes_back_is_told_the_clients_before_what_they_hold(controller, handles):
     lease = controller.clients.leases.grant("engine")
     lease.grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.proof.key)
     controller.adapters.admission.holds.acquire(lease.client, [HANDLE])
     controller.arrivals.depart(handles[2])
-    commands = sent(arrive(controller, 2, pid=9))
+    commands = [command.WhichOneof("command") for command in drained(arrive(controller, 2, pid=9))]
     assert commands.index("grant") < commands.index("uses")
 
 

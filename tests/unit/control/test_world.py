@@ -13,6 +13,7 @@ from lora_server.control.members.world import WorldMembership
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.controllers import drained
 from tests.support.serving import HANG_SECONDS
 
 UID_BYTES = 128
@@ -48,9 +49,7 @@ class Scene:
 
     def told(self, shard: int) -> list[str]:
         """The kinds of commands that its newest process was sent, and nothing that comes later."""
-        handle = self.handles[shard]
-        handle.commands.close()
-        return [str(command.WhichOneof("command")) for command in handle.commands]
+        return [str(command.WhichOneof("command")) for command in drained(self.handles[shard])]
 
 
 def test_the_unique_id_is_kept_until_all_are_there():

@@ -80,9 +80,9 @@ def test_a_failed_load_is_reported_to_each_client_that_asks_and_tried_again(make
     def outcome():
         """What a client hears that begins to hold it."""
         store.adapters.set_active([1], [])
-        said = []
+        said, changes = [], store.report.take_changes
         until(
-            lambda: said.extend(one for one in store.report.take_changes() if one.error or one.ready == 4) or said, ""
+            lambda: said.extend(one for one in changes() if one.error or one.ready == 4) or said, "it failed, or came"
         )
         store.adapters.set_active([], [1])
         return said[0]

@@ -84,24 +84,22 @@ def regions():
 
 
 @pytest.mark.parametrize("kind", [ShmServer, PinningServer])
-def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, tiny_adapters, kind):
+def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, tiny_adapters, kind, stack):
     """Its deltas stay, whatever went and came again; but what a GPU reads and writes has to stay where it is."""
     server = kind(tmp_path, spec_of("mixtral"), {"all": tiny_adapters["all"]}, mirror="no")
+    stack.callback(server.close)
     client = Client(server)
+    stack.callback(client.close)
     gc.collect()
     others = regions()  # what earlier tests left mapped
-    try:
-        prompt, token = Caller(client, 1024, "all"), Caller(client, 1, "all")  # a prompt is more than all slots hold
-        for _ in range(2):
-            assert all(one.step() for _ in range(8) for one in (prompt, token, token))
-            prompt.step()
-            touched = regions() - others
-            for _ in range(40 if kind is ShmServer else 4):  # a page behind each step that leaves nothing outstanding
-                assert all(token.step() for _ in range(25))
-                if regions() - others < touched / 2:
-                    break
-            left = regions() - others
-            assert left < touched / 2 if kind is ShmServer else left >= touched
-    finally:
-        client.close()
-        server.close()
+    prompt, token = Caller(client, 1024, "all"), Caller(client, 1, "all")  # a prompt is more than all slots hold
+    for _ in range(2):
+        assert all(one.step() for _ in range(8) for one in (prompt, token, token))
+        prompt.step()
+        touched = regions() - others
+        for _ in range(40 if kind is ShmServer else 4):  # a page behind each step that leaves nothing outstanding
+            assert all(token.step() for _ in range(25))
+            if regions() - others < touched / 2:
+                break
+        left = regions() - others
+        assert left < touched / 2 if kind is ShmServer else left >= touched

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_server.adapters import open_adapter
+from lora_server.adapters import WEIGHTS, open_adapter
 from lora_server.errors import AdapterFormatError, AdapterLoadError, AdapterSourceError, ConfigError
 from lora_server.memory.entry import Source
 from lora_server.memory.loader import RETRY_SECONDS
@@ -30,7 +30,7 @@ from tests.support.clocks import FAST
 from tests.support.far import far_server, fetcher_of, left, size_of
 from tests.support.serving import until
 from tests.support.sources import ROOT
-from tests.support.stores import SECONDS, Done, bytes_of, is_complete, load, reads
+from tests.support.stores import SECONDS, Done, bytes_of, flip_last, is_complete, load, reads
 from tests.support.workload import spec_of
 
 
@@ -53,15 +53,14 @@ def test_what_was_registered_is_fetched_once_and_nothing_else_is_served(far, tin
         assert lease.version == version == version_of(lease.path)
     use, nbytes = fetcher.use(), size_of(tiny_adapters["all"])
     assert (use.bytes, use.fetches, use.fetched_bytes, use.fetch_failures) == (nbytes, 1, nbytes, 0)
-    file = lease.path / "adapter_model.safetensors"
+    file = lease.path / WEIGHTS
     os.utime(file)  # touched, and not changed
     far.put("law", tiny_adapters["down"])
     with fetcher_of(cache).fetch(url, version) as again:
         assert again.path == lease.path
     assert far.got == {"/law/adapter_model.safetensors": 1}
     far.put("law", tiny_adapters["all"])
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    flip_last(file)
     with fetcher_of(cache).fetch(url, version) as mended:
         assert version_of(mended.path) == version and far.got.total() == 2
     shutil.rmtree(cache)
@@ -71,16 +70,10 @@ def test_what_was_registered_is_fetched_once_and_nothing_else_is_served(far, tin
     assert left(cache) == []
 
 
-def flip(path):
-    """Change the last byte, and no time that a program can set."""
-    before, data = path.stat(), path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
+COMING = "fetching-a.5.b"
 DAMAGES = {
-    "flipped": lambda law, code: flip(law / "adapter_model.safetensors"),
-    "truncated": lambda law, code: os.truncate(law / "adapter_model.safetensors", 20_000),
+    "flipped": lambda law, code: flip_last(law / WEIGHTS, keeps_time=True),
+    "truncated": lambda law, code: os.truncate(law / WEIGHTS, 20_000),
     "no config": lambda law, code: (law / "adapter_config.json").unlink(),
     "a note of no text": lambda law, code: (law / ".held").write_bytes(b"\xff"),
     "no note": lambda law, code: (law / ".held").unlink(),
@@ -89,11 +82,8 @@ DAMAGES = {
     "a link to another version's": lambda law, code: (shutil.rmtree(law), law.symlink_to(code)),
     "a link to nowhere": lambda law, code: (shutil.rmtree(law), law.symlink_to(law.parent / "nowhere")),
     "a file": lambda law, code: (shutil.rmtree(law), law.write_text("")),
-    "a file for one that comes": lambda law, code: (shutil.rmtree(law), (law.parent / "fetching-a.5.b").write_text("")),
-    "a link for one that comes": lambda law, code: (
-        shutil.rmtree(law),
-        (law.parent / "fetching-a.5.b").symlink_to(code),
-    ),
+    "a file for one that comes": lambda law, code: (shutil.rmtree(law), (law.parent / COMING).write_text("")),
+    "a link for one that comes": lambda law, code: (shutil.rmtree(law), (law.parent / COMING).symlink_to(code)),
 }
 
 
@@ -203,20 +193,11 @@ def test_the_same_content_of_two_urls_is_cached_once(far, tiny_adapters, tmp_pat
     assert len(left(tmp_path / "cache")) == 1
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *(f"{scheme}:///etc" for scheme in ("local", "LOCAL", "dir", "zip", "tar", "reference", "ftp", "s3a", "gcs")),
-        *(
-            "memory://org/law",
-            "zip://law::file:///a.zip",
-            "simplecache::s3://a/law",
-            "http::file:///a",
-            "://a",
-            "s3://",
-        ),
-    ],
-)
+SCHEMES = "local", "LOCAL", "dir", "zip", "tar", "reference", "ftp", "s3a", "gcs"
+NOT_URLS = "memory://org/law", "zip://law::file:///a.zip", "simplecache::s3://a/law", "http::file:///a", "://a", "s3://"
+
+
+@pytest.mark.parametrize("url", [*(f"{scheme}:///etc" for scheme in SCHEMES), *NOT_URLS])
 def test_a_scheme_that_is_not_accepted_is_refused_with_those_that_are(tmp_path, url):
     assert is_remote(url), "it is judged as a URL"
     for refuse in (canonical, fetcher_of(tmp_path / "cache").fetch):
@@ -254,13 +235,11 @@ def port_of(server):
     return server.url.rpartition(":")[2]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        *("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "0.0.0.0"),
-        *("10.0.0.1", "192.168.1.1", "100.100.100.200", "169.254.169.254", "[fe80::1]", "[fd00:ec2::254]"),
-    ],
-)
+OF_THIS_HOST = "127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]"
+METADATA = "169.254.169.254", "[fe80::1]", "[fd00:ec2::254]"
+
+
+@pytest.mark.parametrize("target", [*OF_THIS_HOST, "0.0.0.0", "10.0.0.1", "192.168.1.1", "100.100.100.200", *METADATA])
 def test_a_redirect_to_an_address_that_is_not_public_is_refused(far, other, tiny_adapters, tmp_path, target):
     url = far.put("law", tiny_adapters["all"])
     other.put("law", tiny_adapters["all"])
@@ -270,7 +249,7 @@ def test_a_redirect_to_an_address_that_is_not_public_is_refused(far, other, tiny
     assert far.asked == 2 and not other.asked, "by HEAD, by GET, and not again"
 
 
-@pytest.mark.parametrize("target", ["169.254.169.254", "[fe80::1]", "[fd00:ec2::254]", "[::ffff:a9fe:a9fe]"])
+@pytest.mark.parametrize("target", [*METADATA, "[::ffff:a9fe:a9fe]"])
 def test_a_redirect_to_a_metadata_service_is_refused_also_where_it_is_listed(far, tiny_adapters, tmp_path, target):
     url = far.put("law", tiny_adapters["all"])
     far.moved["law"] = f"http://{target}/law"
@@ -321,34 +300,31 @@ def test_a_connection_to_a_checked_address_still_verifies_the_name(far, tiny_ada
             fetcher.fetch(f"{far.url}/bad")
 
 
-def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
+def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch, stack):
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    try:
-        host, port = server.get_host_and_port()
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-            monkeypatch.setenv(name, "us-east-1")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        bucket = fsspec.filesystem("s3", skip_instance_cache=True)
-        bucket.mkdir("adapters")
-        bucket.put(f"{tiny_adapters['down']}/", "adapters/law/", recursive=True)
-        fetcher = fetcher_of(tmp_path / "cache")
-        with fetcher.fetch("s3://adapters/law") as lease:
-            assert lease.version == version_of(tiny_adapters["down"])
-        with pytest.raises(AdapterSourceError, match="got no adapter_config"):
-            fetcher.fetch("s3://adapters/code")
-    finally:
-        server.stop()
+    stack.callback(server.stop)
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    bucket = fsspec.filesystem("s3", skip_instance_cache=True)
+    bucket.mkdir("adapters")
+    bucket.put(f"{tiny_adapters['down']}/", "adapters/law/", recursive=True)
+    fetcher = fetcher_of(tmp_path / "cache")
+    with fetcher.fetch("s3://adapters/law") as lease:
+        assert lease.version == version_of(tiny_adapters["down"])
+    with pytest.raises(AdapterSourceError, match="got no adapter_config"):
+        fetcher.fetch("s3://adapters/code")
 
 
 def test_sources_that_cannot_be_say_why(tmp_path, monkeypatch):
     fetcher = fetcher_of(tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(
-        AdapterSourceError, match=r"gs://a/law: .*pip install '\.\[gs\]' in a checkout of lora-server on every node"
-    ):
+    cure = r"gs://a/law: .*pip install '\.\[gs\]' in a checkout of lora-server on every node"
+    with pytest.raises(AdapterSourceError, match=cure):
         fetcher.fetch("gs://a/law")
     for url in ("https://me:secret@host/law", "https://host/law?token=secret", "https://x::s3://a/law"):
         with pytest.raises(AdapterSourceError, match="expected that of a directory") as caught:
@@ -437,10 +413,8 @@ def test_a_remote_adapter_is_fetched_on_demand_and_delays_no_other(make, far, ti
     far.open.clear()
     assert not reads(store, 1) and far.stalled.wait(SECONDS)
     assert load(store, 2, tiny_adapters["down"]).result() is None, "others load meanwhile"
-    assert state(store, 1) == far_away and {one.handle: one.remote for one in store.report.take_changes()} == {
-        1: True,
-        2: False,
-    }
+    assert state(store, 1) == far_away
+    assert {one.handle: one.remote for one in store.report.take_changes()} == {1: True, 2: False}
     far.open.set()
     until(lambda: reads(store, 1), "it is there")
     assert {one.handle: one.remote for one in store.report.take_changes()}[1] is False
@@ -473,7 +447,7 @@ def test_files_of_the_disk_cache_that_change_after_their_check_are_not_loaded(ma
 
     def hold_and_flip(entry, lease):
         store._loader._layers.hold = hold
-        flip(lease.path / "adapter_model.safetensors")
+        flip_last(lease.path / WEIGHTS, keeps_time=True)
         hold(entry, lease)
 
     store._loader._layers.hold = hold_and_flip

@@ -5,19 +5,20 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from lora_server.adapters import open_adapter
+from lora_server.adapters import WEIGHTS, open_adapter
 from lora_server.demo import tiny
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.entry import LayerState, Source
 from lora_server.placement import Layout
 from lora_server.spec import Site
 from tests.support.serving import until
-from tests.support.stores import SECONDS, Done, bytes_of, gather, load, reads, source_of
+from tests.support.stores import SECONDS, Done, bytes_of, flip_last, gather, load, reads, source_of
 from tests.support.workload import spec_of
 
 
@@ -108,16 +109,17 @@ def test_a_dropped_handle_can_be_loaded_again(store, gate, tiny_adapters):
     assert not pairs(store, 1, Site(0, "gate_up"), 0) and pairs(store, 1, Site(0, "down"), 0)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "not safetensors"])
+DAMAGES = {
+    "missing": Path.unlink,
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "not safetensors": lambda file: file.write_bytes(b"\xff" * 4096),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_bad_file_fails_its_own_adapter_only(damage, store, tiny_adapters, tmp_path):
     directory = shutil.copytree(tiny_adapters["all"], tmp_path / "bad")
-    weights = directory / "adapter_model.safetensors"
-    if damage == "missing":
-        weights.unlink()
-    elif damage == "truncated":
-        os.truncate(weights, weights.stat().st_size // 2)
-    else:
-        weights.write_bytes(b"\xff" * 4096)
+    DAMAGES[damage](directory / WEIGHTS)
     bad, good = load(store, 1, directory), load(store, 2, tiny_adapters["down"])
     error = bad.result()
     assert isinstance(error, AdapterError) and str(directory) in str(error)
@@ -202,9 +204,8 @@ def check_owners(stores, path, dtype):
                     assert torch.equal(pair.a_RK, a.to(dtype)) and torch.equal(pair.b_OR, b.to(dtype))
                     assert (pair.scale, pair.out_begin) == (of_file.scale, of_file.out_begin)
     foreign = [(store, layer) for store in stores for layer in range(4) if layer not in store._table.layers]
-    assert all(store.report.state(1, layer) is LayerState.READY for store, layer in foreign), (
-        "there is nothing to wait for"
-    )
+    there = [store.report.state(1, layer) is LayerState.READY for store, layer in foreign]
+    assert all(there), "there is nothing to wait for"
 
 
 def test_close_stops_a_load_and_frees_everything(store, gate, tiny_adapters):
@@ -235,9 +236,8 @@ def test_what_takes_a_known_size_is_not_looked_at_before_it_comes_in(make_store,
     assert brought[1].calls == brought[2].calls == [None], "nothing is evicted"
     assert brought[0].result() is None and states(store, 1) == ["ready"] * 4
     assert states(store, 2) == states(store, 3) == ["on disk"] * 4
-    assert {(one.handle, one.nbytes, one.measured) for one in store.report.take_changes()} == {
-        (h, size, True) for h in (1, 2, 3)
-    }
+    changes = {(one.handle, one.nbytes, one.measured) for one in store.report.take_changes()}
+    assert changes == {(handle, size, True) for handle in (1, 2, 3)}
     store.report.check_integrity()
     asked = Done(store)
     store.adapters.load(2, nowhere, asked, True)
@@ -315,12 +315,9 @@ def test_a_cold_load_reads_no_header(cold, adapters):
 @pytest.mark.parametrize("change", ["weights", "weights of the same time", "config", "another directory"])
 def test_changed_content_is_refused(change, cold, adapters):
     one = adapters / "one"
-    weights, config = one / "adapter_model.safetensors", one / "adapter_config.json"
+    config = one / "adapter_config.json"
     if change.startswith("weights"):
-        data, before = weights.read_bytes(), weights.stat()
-        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        if change != "weights":
-            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        flip_last(one / WEIGHTS, keeps_time=change != "weights")
     elif change == "config":
         config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1234}))
     else:

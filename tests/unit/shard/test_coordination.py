@@ -89,26 +89,24 @@ def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_fo
     until(lambda: leader.next({}) is None and leader.followers == 1, "one to be counted out")
 
 
-def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_follower):
-    with contextlib.ExitStack() as stack:
-        for _ in range(3 * MAX_UNAUTHENTICATED):
-            stack.enter_context(socket.create_connection(parse(leader.address)))
-        make_follower()
+def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_follower, stack):
+    for _ in range(3 * MAX_UNAUTHENTICATED):
+        stack.enter_context(socket.create_connection(parse(leader.address)))
+    make_follower()
     assert leader.followers == 1
 
 
-def test_a_follower_that_takes_no_orders_is_cut_off(leader):
+def test_a_follower_that_takes_no_orders_is_cut_off(leader, stack):
     """Its connection fills up; nothing is queued for it in the leader."""
-    with contextlib.ExitStack() as stack:
-        admitted(stack, leader)
-        until(lambda: leader.followers == 1, "it to be let in")
+    admitted(stack, leader)
+    until(lambda: leader.followers == 1, "it to be let in")
 
-        def cut_off():
-            for _ in range(1000):
-                order_of(leader, 1)
-            return leader.followers == 0
+    def cut_off():
+        for _ in range(1000):
+            order_of(leader, 1)
+        return leader.followers == 0
 
-        until(cut_off, "the leader to give it up")
+    until(cut_off, "the leader to give it up")
 
 
 def follower_of(leader, shard):
@@ -131,45 +129,43 @@ def admitted(stack, leader, shard=9, badge_shard=9):
     return sock, follow
 
 
-def test_a_peer_that_knows_the_badge_hears_orders_and_holds_up_no_follower(leader, make_follower):
+def test_a_peer_that_knows_the_badge_hears_orders_and_holds_up_no_follower(leader, make_follower, stack):
     """One that is silent, one that talks, one that repeats a proof, and more of them than a leader keeps."""
     follower = make_follower()
-    with contextlib.ExitStack() as stack:
-        silent, follow = admitted(stack, leader)
-        talks, _ = admitted(stack, leader)
-        until(lambda: len(leader._orders._followers) == 3, "they are let in")
-        assert leader.followers == 2, "as one shard"
-        order_of(leader, 1, to=follower)
-        for peer in (silent, talks):
-            assert messages.decode(peer.recv(4096)[HEADER.size :], Order).client == 1
-        talks.sendall(b"".join(frame(MESSAGE, messages.encode(Order(9, 1, 1, 60_000_000)))))
-        again = stack.enter_context(socket.create_connection(parse(leader.address)))
-        again.settimeout(HANG_SECONDS)
-        again.sendall(follow)
-        for peer in (talks, again):
-            assert len(heard(peer)) <= HEADER.size + 64, "a challenge, and no more"
-        for _ in range(300):
-            admitted(stack, leader)
-        assert len(leader._orders._followers) <= 1 + MAX_OF_A_FOLLOWER and leader.followers == 2
-        order_of(leader, 2)
-        until(lambda: len(follower._queue) == 2, "the follower hears on")
-        assert [order.client for order, _ in follower._queue] == [1, 2], "of the leader alone"
-        second = follower_of(leader, 2)
-        stack.callback(second.close)
-        until(lambda: leader.followers == 3, "another follower is let in beside all of them")
-        for _ in range(300):
-            admitted(stack, leader)
-        order_of(leader, 3)
-        until(lambda: [order.client for order, _ in second._queue] == [3], "and hears on")
+    silent, follow = admitted(stack, leader)
+    talks, _ = admitted(stack, leader)
+    until(lambda: len(leader._orders._followers) == 3, "they are let in")
+    assert leader.followers == 2, "as one shard"
+    order_of(leader, 1, to=follower)
+    for peer in (silent, talks):
+        assert messages.decode(peer.recv(4096)[HEADER.size :], Order).client == 1
+    talks.sendall(b"".join(frame(MESSAGE, messages.encode(Order(9, 1, 1, 60_000_000)))))
+    again = stack.enter_context(socket.create_connection(parse(leader.address)))
+    again.settimeout(HANG_SECONDS)
+    again.sendall(follow)
+    for peer in (talks, again):
+        assert len(heard(peer)) <= HEADER.size + 64, "a challenge, and no more"
+    for _ in range(300):
+        admitted(stack, leader)
+    assert len(leader._orders._followers) <= 1 + MAX_OF_A_FOLLOWER and leader.followers == 2
+    order_of(leader, 2)
+    until(lambda: len(follower._queue) == 2, "the follower hears on")
+    assert [order.client for order, _ in follower._queue] == [1, 2], "of the leader alone"
+    second = follower_of(leader, 2)
+    stack.callback(second.close)
+    until(lambda: leader.followers == 3, "another follower is let in beside all of them")
+    for _ in range(300):
+        admitted(stack, leader)
+    order_of(leader, 3)
+    until(lambda: [order.client for order, _ in second._queue] == [3], "and hears on")
 
 
-def test_a_badge_is_good_for_its_own_shard_alone(leader, make_follower):
+def test_a_badge_is_good_for_its_own_shard_alone(leader, make_follower, stack):
     make_follower()
-    with contextlib.ExitStack() as stack:
-        with pytest.raises((ProtocolError, ConnectionResetError)):
-            admitted(stack, leader, shard=1, badge_shard=9)
-        admitted(stack, leader, shard=9, badge_shard=9)
-        until(lambda: leader.followers == 2, "it is let in as its own")
+    with pytest.raises((ProtocolError, ConnectionResetError)):
+        admitted(stack, leader, shard=1, badge_shard=9)
+    admitted(stack, leader, shard=9, badge_shard=9)
+    until(lambda: leader.followers == 2, "it is let in as its own")
 
 
 def test_a_follower_believes_no_leader_without_the_badge():
@@ -224,9 +220,8 @@ def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
     order_of(leader, 1, 2, 3, to=follower)
     assert follower.next({}) is None, "nothing to do before a step comes"
     blocked, late = step(1, blocked=True), step(2)
-    assert follower.next(pending(blocked, step(3))).connection.grant.client == 3, (
-        "a blocked or late step delays no other"
-    )
+    first = follower.next(pending(blocked, step(3)))
+    assert first.connection.grant.client == 3, "a blocked or late step delays no other"
     assert follower.next(pending(blocked)) is None
     blocked.pin = 1
     assert follower.next(pending(blocked, late)) is blocked, "and keeps its place"

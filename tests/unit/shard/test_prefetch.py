@@ -78,13 +78,9 @@ def test_announced_adapters_are_spaced_and_those_that_are_released_are_needed_no
     assert not clients.prefetches._announced
 
 
-def test_the_queue_is_told_in_order_when_it_changes_and_no_more_often_than_allowed():
-    sent, clock = [], [0.0]
-    ahead = Lookahead(sent.append, lambda: clock[0])
-
-    def later(seconds):
-        clock[0] += seconds
-
+def test_the_queue_is_told_in_order_when_it_changes_and_no_more_often_than_allowed(clock):
+    sent, later = [], clock.advance
+    ahead = Lookahead(sent.append, clock.now)
     ahead.follow([])
     assert not sent, "requests that are scheduled before the queue is looked at cost no call"
     later(EVERY_SECONDS)

@@ -184,10 +184,8 @@ def test_a_step_that_does_not_wait_for_weights_is_refused_soon_and_names_the_ada
 
 def step_at(seconds, budget=60.0, flags=0, client=1):
     received = round(seconds * 1e9)
-    header = UNREADABLE._replace(flags=flags)
-    return PendingStep(
-        SimpleNamespace(grant=Grant(client, 1, b"")), 1, header, received, received + round(budget * 1e9)
-    )
+    header, ends = UNREADABLE._replace(flags=flags), received + round(budget * 1e9)
+    return PendingStep(SimpleNamespace(grant=Grant(client, 1, b"")), 1, header, received, ends)
 
 
 def test_the_steps_of_a_pass_wait_for_weights_no_longer_than_one_step_may():
