@@ -1,6 +1,6 @@
 """One engine process: a transformers model without adapters, attached to the server.
 
-One JSON job on stdin, one JSON result on stdout: `python -m lora_server.demo.engine`.
+One line of JSON on stdin is the job, one on stdout the result: `python -m lora_server.demo.engine`.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def main() -> None:
     logs.configure()  # stdout is for the result
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    sys.stdout.buffer.write(msgspec.json.encode(run(job)))
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    sys.stdout.buffer.write(msgspec.json.encode(run(job)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,14 @@ class InprocServer(Server):
         with adapter:
             self.held[name] = Held(name, handle, frozenset(adapter.sites()), version, adapter.invocation)
         for shard in self.shards:
-            finished, outcome = threading.Event(), list[LoraServerError]()
-
-            def done(error: LoraServerError | None, finished: threading.Event = finished) -> None:
-                if error is not None:
-                    outcome.append(error)  # noqa: B023  (used before the next round)
-                finished.set()
-
-            shard.store.adapters.load(handle, source, done)
-            if not finished.wait(LOAD_SECONDS):
-                raise AdapterLoadError(f"adapter {name!r}: not loaded within {LOAD_SECONDS:g} s")
-            if outcome:
-                raise outcome[0]
+            loaded: Future[LoraServerError | None] = Future()
+            shard.store.adapters.load(handle, source, loaded.set_result)
+            try:
+                error = loaded.result(LOAD_SECONDS)
+            except TimeoutError:
+                raise AdapterLoadError(f"adapter {name!r}: not loaded within {LOAD_SECONDS:g} s") from None
+            if error is not None:
+                raise error
 
     @override
     def join(self, seconds: float = 0.0) -> Session:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from types import MappingProxyType
+from typing import Self
 
 from lora_server.demo import children
-from lora_server.demo.engine import EngineResult, Job
 from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
@@ -116,29 +117,39 @@ def running_server(log: Path, flags: Sequence[str], module: str = "lora_server")
         server.stop()
 
 
-def start_engine(job: Job) -> subprocess.Popen[bytes]:
-    """Start an engine process with a job."""
-    process = children.start(
-        [sys.executable, "-m", "lora_server.demo.engine"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
+class EngineProcess:
+    """An engine: a module that reads its job as a line, and writes results as lines; it ends after ENGINE_SECONDS."""
 
+    def __init__(self, module: str, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`log`: what the engine writes to stderr is added to it. `environment` is added to this process's."""
+        self._log, command = log, [sys.executable, "-m", module]
+        with log.open("ab") as stream:
+            self._process = children.start(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **environment}
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._deadline = threading.Timer(ENGINE_SECONDS, self._process.kill)
+        self._deadline.start()
 
-def finish_engine(process: subprocess.Popen[bytes]) -> EngineResult:
-    """Wait for an engine's result; raises LoraServerError with the end of its stderr, or at the deadline."""
-    try:
-        out, errors = process.communicate(timeout=ENGINE_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise LoraServerError(f"demo: an engine did not finish within {ENGINE_SECONDS:g} s") from None
-    finally:
-        process.kill()
-    if process.returncode:
-        raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
-    return msgspec.json.decode(out, type=EngineResult)
+    def write(self, line: bytes) -> None:
+        """Send a line. Where the engine has ended, `line` says why."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(line + b"\n")
+            self._stdin.flush()
+
+    def line(self) -> bytes:
+        """Wait for a line; raises LoraServerError with the end of the log if the engine ended, or at the deadline."""
+        line: bytes = self._stdout.readline()
+        if not line:
+            log = self._log.read_text(errors="replace")[-3000:]
+            raise LoraServerError(f"an engine failed, or took over {ENGINE_SECONDS:g} s:\n{log}")
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._deadline.cancel()
+        with self._process:  # closes its pipes
+            children.stop(self._process)

@@ -17,10 +17,7 @@ import contextlib
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,12 +32,12 @@ from lora_server import host_memory, spec
 from lora_server.demo import children, tiny
 from lora_server.demo.engine import Sequence as Asked
 from lora_server.demo.engine import Times, load_model
-from lora_server.demo.launch import ENGINE_SECONDS, running_server
+from lora_server.demo.launch import EngineProcess, running_server
 from lora_server.demo.profiled_engine import Cell, ProfileJob, ProfileTimes
 from lora_server.demo.run import without_known_warnings
 from lora_server.errors import ConfigError, LoraServerError
 
-DEFAULT_MODEL = "small-mixtral"
+ENGINE, DEFAULT_MODEL = "lora_server.demo.profiled_engine", "small-mixtral"
 NUM_ADAPTERS, NEW_TOKENS, PROMPT_TOKENS, REPEATS = 16, 24, 8, 12
 LOADED_AT_ONCE = 3.5  # adapters that fit while loading is measured
 _MATRIX, _COPIED, _ROUNDS = 1024, 64 << 20, 5
@@ -81,7 +78,7 @@ def measure(plan: ProfilePlan, command: str, say: Callable[[str], None]) -> dict
         load_us = made.load_us()
     model = made.model
     return {
-        "source": f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}",
+        "source": source(),
         "command": command,
         "of": {
             "model": model.geometry,
@@ -91,10 +88,10 @@ def measure(plan: ProfilePlan, command: str, say: Callable[[str], None]) -> dict
             "transport": plan.transport,
         },
         "machine": {
-            "memory_gib": _rounded(host_memory.available_bytes() / (os.cpu_count() or 1) / 2**30),
-            "memory_gb_per_s": _rounded(_copied_gb_per_s()),
-            "tflops": _rounded(_tflops()),
-            "load_gb_per_s": _rounded(model.adapter_bytes(plan.lora_rank) / load_us / 1e3),
+            "memory_gib": rounded(host_memory.available_bytes() / (os.cpu_count() or 1) / 2**30),
+            "memory_gb_per_s": rounded(_copied_gb_per_s()),
+            "tflops": rounded(_tflops()),
+            "load_gb_per_s": rounded(model.adapter_bytes(plan.lora_rank) / load_us / 1e3),
         },
         "terms": rows,
     }
@@ -149,8 +146,8 @@ class _Measured:
                 ("prompt_", plan.prompts, self._base_prompts),
             ):
                 for size, times in zip(sizes, of, strict=True):
-                    rows.setdefault(f"{prefix}ffn", []).append({"batch": size, "us": _rounded(times.moe)})
-                    attention = {"batch": size, "us": _rounded(times.layer - times.moe)}
+                    rows.setdefault(f"{prefix}ffn", []).append({"batch": size, "us": rounded(times.moe)})
+                    attention = {"batch": size, "us": rounded(times.layer - times.moe)}
                     rows.setdefault(f"{prefix}attention", []).append(attention)
         for batch, times, alone in zip(plan.batches, own, self._base_decode, strict=False):
             _add(rows, "", times, alone, ep=ep, batch=batch, engines=number)
@@ -168,15 +165,17 @@ class _Measured:
 
     def _run(self, address: str, cells: list[Cell], number: int, loads: Sequence[str] = ()) -> list[ProfileTimes]:
         job = ProfileJob(str(self._base), address, self.plan.transport, cells, list(loads))
-        with _engines(number, self._work) as engines:
+        with contextlib.ExitStack() as stack:
+            log = self._work / "engines.log"
+            engines = [stack.enter_context(EngineProcess(ENGINE, log)) for _ in range(number)]
             for engine in engines:
-                _write(engine, msgspec.json.encode(job))
+                engine.write(msgspec.json.encode(job))
             for _ in cells:
                 for engine in engines:
-                    _line(engine, self._work)
+                    engine.line()
                 for engine in engines:
-                    _write(engine, b"go")
-            return [msgspec.json.decode(_line(engine, self._work), type=ProfileTimes) for engine in engines]
+                    engine.write(b"go")
+            return [msgspec.json.decode(engine.line(), type=ProfileTimes) for engine in engines]
 
     def _decoding(self, batch: int, names: Sequence[str | None]) -> Cell:
         rng = np.random.default_rng(batch)
@@ -200,40 +199,6 @@ def _sizes(model: spec.ModelSpec) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _engines(number: int, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start engine processes; they end with the block, or with the deadline."""
-    with (work / "engines.log").open("ab") as log, contextlib.ExitStack() as stack:
-        engines = []
-        for _ in range(number):
-            command = [sys.executable, "-m", "lora_server.demo.profiled_engine"]
-            engine = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
-            stack.enter_context(engine)  # closes its pipes
-            stack.callback(children.stop, engine)
-            deadline = threading.Timer(ENGINE_SECONDS, engine.kill)
-            deadline.start()
-            stack.callback(deadline.cancel)
-            engines.append(engine)
-        yield engines
-
-
-def _write(engine: subprocess.Popen[bytes], line: bytes) -> None:
-    assert engine.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # `_line` says why it ended
-        engine.stdin.write(line + b"\n")
-        engine.stdin.flush()
-
-
-def _line(engine: subprocess.Popen[bytes], work: Path) -> bytes:
-    """Read a line of an engine; raises LoraServerError with the end of its log where it ended, or at the deadline."""
-    assert engine.stdout is not None
-    line: bytes = engine.stdout.readline()
-    if not line:
-        log = (work / "engines.log").read_text(errors="replace")[-3000:]
-        raise LoraServerError(f"profile: an engine failed, or took over {ENGINE_SECONDS:g} s:\n{log}")
-    return line
-
-
 def _mean(together: Sequence[Times]) -> Times:
     return Times(*(statistics.fmean(values) for values in zip(*map(msgspec.structs.astuple, together), strict=True)))
 
@@ -243,7 +208,7 @@ def _add(rows: Rows, prefix: str, times: Times, alone: Times, **at: float) -> No
     longer_us = max(alone.moe, times.recv + times.lora + times.send)
     exposed_us = times.layer - (alone.layer - alone.moe) - longer_us
     for term, us in zip(TERMS, (times.recv, times.lora, times.send, exposed_us), strict=True):
-        rows.setdefault(prefix + term, []).append({**at, "us": _rounded(max(us, _LEAST_US))})
+        rows.setdefault(prefix + term, []).append({**at, "us": rounded(max(us, _LEAST_US))})
 
 
 def _tflops() -> float:
@@ -268,5 +233,11 @@ def _least_s(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def _rounded(value: float) -> float:
+def source() -> str:
+    """Return this machine and the day, as profiles name where they were measured."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
+
+
+def rounded(value: float) -> float:
+    """Return a number with the four digits that a profile has."""
     return float(f"{value:.4g}")

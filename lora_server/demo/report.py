@@ -105,12 +105,9 @@ class DemoReport:
 
 def as_json(outcome: DemoReport) -> str:
     """Render the JSON document."""
-    verdict = outcome.verdict
     document = {
-        "passed": verdict.passed,
-        "tokens_checked": verdict.tokens_checked,
-        "tokens_equal": verdict.tokens_equal,
-        "max_abs_logprob_diff": verdict.max_abs_logprob_diff,
+        "passed": outcome.verdict.passed,
+        **asdict(outcome.verdict),
         "prompt": outcome.prompt,
         "answers": [asdict(one) for one in outcome.answers],
         "layouts": [one.row() for one in outcome.layouts],

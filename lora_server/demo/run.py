@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from rich.progress import Progress
 
@@ -18,12 +19,13 @@ from lora_server.adapters import find_adapters
 from lora_server.control.members.agreement import require_work
 from lora_server.demo import children, styles, tiny
 from lora_server.demo.engine import EngineResult, Job, Sequence
-from lora_server.demo.launch import RunningServer, finish_engine, running_server, start_engine
+from lora_server.demo.launch import EngineProcess, RunningServer, running_server
 from lora_server.demo.report import DemoReport, LayoutTimes, ShownAnswer, as_json, peft_answers, show, verdict_of
 from lora_server.demo.words import Words
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, Placement
 
+ENGINE = "lora_server.demo.engine"
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
@@ -70,7 +72,8 @@ def _compare(
     flags = [*_flags(model, adapters, layout), "--adapter-root", str(work)]
     server = stack.enter_context(running_server(work / "server.log", flags))
     progress.advance(task)
-    results = _generate(model, server, batches, lambda: progress.advance(task))
+    jobs = [Job(str(model), server.address, share, NEW_TOKENS) for share in _shares(batches)]
+    results = _generate(jobs, work, lambda: progress.advance(task))
     ours = [answer for result in results for batch in result.answers for answer in batch]
     asked = [sequence for batch in batches for sequence in batch]
     task = progress.add_task("same prompts with PEFT", total=len(asked))
@@ -123,13 +126,13 @@ def _all_batches(model: Path, adapters: Path, layout: str) -> list[list[Sequence
     names = list(find_adapters(adapters))
     if not names:
         raise ConfigError(f"demo: no adapters in {adapters}")
-    batches = _batches(names, served, ENGINES * BATCHES, BATCH_SIZE, seed=1)
+    batches = _batches(names, ENGINES * BATCHES, BATCH_SIZE, seed=1)
     prompt = Words(model).encode(PROMPT, otherwise=batches[0][0].prompt)
     shown = [name for name in styles.SERVED if name in names] or names[: len(styles.SERVED)]
     return [*batches, [Sequence(prompt, name) for name in (None, *shown)]]
 
 
-def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, seed: int) -> list[list[Sequence]]:
+def _batches(names: list[str], count: int, size: int, seed: int) -> list[list[Sequence]]:
     """Draw prompts of mixed lengths, for Zipf-popular adapters and, one in eight, the base model."""
     rng = np.random.default_rng(seed)
     weights = np.arange(1, len(names) + 1, dtype=float) ** -ZIPF
@@ -146,20 +149,21 @@ def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
     return ["--base-model", str(model), "--adapters", str(adapters), "--require-all-adapters", "--layout", layout]
 
 
-def _generate(
-    model: Path, server: RunningServer, batches: list[list[Sequence]], advance: Callable[[], None]
-) -> list[EngineResult]:
-    """Let ENGINES engines generate at once, each BATCHES batches, the last one the rest, too."""
-    shares = [batches[i * BATCHES : (i + 1) * BATCHES if i + 1 < ENGINES else None] for i in range(ENGINES)]
-    engines = [start_engine(Job(str(model), server.address, share, NEW_TOKENS)) for share in shares]
+def _shares(batches: list[list[Sequence]]) -> list[list[list[Sequence]]]:
+    """Give each of ENGINES engines BATCHES batches, the last one the rest, too."""
+    return [batches[i * BATCHES : (i + 1) * BATCHES if i + 1 < ENGINES else None] for i in range(ENGINES)]
+
+
+def _generate(jobs: list[Job], work: Path, advance: Callable[[], None] = lambda: None) -> list[EngineResult]:
+    """Let an engine for each job generate, all at once."""
     results = []
-    try:
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(EngineProcess(ENGINE, work / "engines.log")) for _ in jobs]
+        for engine, job in zip(engines, jobs, strict=True):
+            engine.write(msgspec.json.encode(job))
         for engine in engines:
-            results.append(finish_engine(engine))
+            results.append(msgspec.json.decode(engine.line(), type=EngineResult))
             advance()
-    finally:
-        for engine in engines:
-            engine.kill()
     return results
 
 
@@ -189,12 +193,12 @@ def _time_layouts(model: Path, adapters: Path, work: Path, progress: Progress) -
     served = spec.load(model)
     layouts = [layout for layout in TIMED_LAYOUTS if _fits(served, layout)]
     task = progress.add_task("timing layouts", total=len(layouts))
-    batch = _batches(list(find_adapters(adapters)), served, 1, TIMED_BATCH, seed=2)
+    batch = _batches(list(find_adapters(adapters)), 1, TIMED_BATCH, seed=2)
     rows = []
     for layout in layouts:
         with running_server(work / f"{layout}.log", _flags(model, adapters, layout)) as server:
-            engine = start_engine(Job(str(model), server.address, batch, TIMED_TOKENS))
-            rows.append(LayoutTimes(layout, finish_engine(engine)))
+            (result,) = _generate([Job(str(model), server.address, batch, TIMED_TOKENS)], work)
+            rows.append(LayoutTimes(layout, result))
         progress.advance(task)
     return rows
 

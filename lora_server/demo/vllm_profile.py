@@ -17,13 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +28,10 @@ import msgspec
 from lora_server import spec
 from lora_server.adapters import find_adapters
 from lora_server.demo import children
-from lora_server.demo.launch import ENGINE_SECONDS, running_server
+from lora_server.demo.launch import EngineProcess, running_server
+from lora_server.demo.profile import rounded, source
 from lora_server.demo.profiled_vllm import CellTimes, EngineTimes, StepAsk, StepJob
-from lora_server.errors import ConfigError, LoraServerError
+from lora_server.errors import ConfigError
 
 DECODE, FEW_ADAPTERS = (1, 2, 4, 8, 16, 32), (8, 32)
 PROMPTS = (1, 16, 32, 64, 96, 120, 128, 256)  # 128 tokens of rank 64 on a width of 1,024: torch allocates them anew
@@ -81,7 +76,7 @@ def measure(plan: EnginePlan, command: str, say: Callable[[str], None]) -> dict[
             say(f"{kind}, {slots} slots" if slots else kind)
             engines.append(ways.measured(kind, slots))
     return {
-        "source": f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}",
+        "source": source(),
         "command": command,
         "of": {
             "engine": f"vllm {importlib.metadata.version('vllm')}",
@@ -125,23 +120,9 @@ class _Ways:
 
     def _run(self, job: StepJob, environment: Mapping[str, str]) -> EngineTimes:
         """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
-        log = self._work / "engine.log"
-        with log.open("wb") as stream:
-            engine = children.start(
-                [sys.executable, "-m", "lora_server.demo.profiled_vllm"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, env=os.environ | environment,
-            )  # fmt: skip
-        deadline = threading.Timer(ENGINE_SECONDS, engine.kill)
-        deadline.start()
-        try:
-            out, _ = engine.communicate(msgspec.json.encode(job) + b"\n")
-        finally:
-            deadline.cancel()
-            children.stop(engine)
-        if not out:
-            tail = log.read_text(errors="replace")[-3000:]
-            raise LoraServerError(f"profile-vllm: vLLM failed, or took over {ENGINE_SECONDS:g} s:\n{tail}")
-        return msgspec.json.decode(out, type=EngineTimes)
+        with EngineProcess("lora_server.demo.profiled_vllm", self._work / "engine.log", environment) as engine:
+            engine.write(msgspec.json.encode(job))
+            return msgspec.json.decode(engine.line(), type=EngineTimes)
 
 
 def cells(names: Sequence[str | None], slots: int) -> tuple[list[list[StepAsk]], dict[_Cell, list[list[StepAsk]]]]:
@@ -166,15 +147,15 @@ def cells(names: Sequence[str | None], slots: int) -> tuple[list[list[StepAsk]],
 def terms(times: Mapping[_Cell, CellTimes]) -> dict[str, Any]:
     """Return a way's part of the profile, of the times of its cells."""
     entry_us = max(times["prompt", 1, 1].first_us - times["decode", 1, 1].step_us, 0.0)
-    found: dict[str, Any] = {"entry_us": _rounded(entry_us), "decode": [], "prompt": []}
+    found: dict[str, Any] = {"entry_us": rounded(entry_us), "decode": [], "prompt": []}
     if ("load", 0, 1) in times:
         cold, held = times["load", 0, 1].first_us, times["prompt", SHORT_PROMPT, 1].first_us
-        found["load_us"] = _rounded(max(cold - held, 0.0))
+        found["load_us"] = rounded(max(cold - held, 0.0))
     for (term, size, adapters), one in times.items():
         if term == "decode":
-            found[term].append({"batch": size, "adapters": adapters, "us": _rounded(max(one.step_us, _LEAST_US))})
+            found[term].append({"batch": size, "adapters": adapters, "us": rounded(max(one.step_us, _LEAST_US))})
         elif term == "prompt":
-            found[term].append({"tokens": size, "us": _rounded(max(one.first_us - entry_us, _LEAST_US))})
+            found[term].append({"tokens": size, "us": rounded(max(one.first_us - entry_us, _LEAST_US))})
     return found
 
 
@@ -183,7 +164,3 @@ def _rank(folder: Path) -> int:
         return int(json.loads((folder / "adapter_config.json").read_text())["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--adapters: {folder / 'adapter_config.json'}: {error!r}, expected a PEFT adapter") from None
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
