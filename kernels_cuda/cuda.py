@@ -113,11 +113,9 @@ class CudaKernels:
             function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self.variant.shared_bytes)
 
 
-def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:
+def kernels(device: torch.device) -> CudaKernels:
     """Return the kernels of a device, each compiled once per process. Raises ValueError for a GPU before sm_80."""
-    return _of(torch.device(device.type, device.index or 0), variant)
+    return _of(torch.device(device.type, device.index or 0))
 
 
-@cache
-def _of(device: torch.device, variant: Variant | None) -> CudaKernels:
-    return CudaKernels(device, variant)
+_of = cache(CudaKernels)

@@ -33,11 +33,7 @@ class ThreadBlock(NamedTuple):
     def partition_registers(self) -> int:
         """Registers that it takes of the partition with most of its warps."""
         units = -(-LANES * self.registers // REGISTER_UNIT)
-        return self._partition_warps * units * REGISTER_UNIT
-
-    @property
-    def _partition_warps(self) -> int:
-        return -(-self.warps // PARTITIONS)
+        return -(-self.warps // PARTITIONS) * units * REGISTER_UNIT
 
 
 def fit(blocks: Iterable[ThreadBlock]) -> bool:

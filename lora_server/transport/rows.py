@@ -126,7 +126,7 @@ class MirrorRows(Rows):
     def request(self, header: RequestHeader) -> torch.Tensor:
         """Return a request's rows; raises ProtocolError for rows of 32 bits."""
         begin = header.seq % self._depth * self._request_bytes
-        return self._rows(begin, header.num_rows, header.in_end - header.in_begin, header)
+        return device_rows(self.memory, begin, header.num_rows, header.in_end - header.in_begin, header)
 
     def request_address(self, header: RequestHeader) -> int:
         """Return where a request's rows begin, even before their number is known. Raises as `request` does."""
@@ -136,7 +136,7 @@ class MirrorRows(Rows):
         """Return a response's rows; raises ProtocolError for rows of 32 bits."""
         rows, width = header.num_out_rows, header.out_width
         behind = slot.response_offsets(rows, width, header.dtype).rows - slot.HEADER_BYTES
-        return self._rows(self._response_begin(header) + behind, rows, width, header)
+        return device_rows(self.memory, self._response_begin(header) + behind, rows, width, header)
 
     @override
     def response_scales(self, header: RequestHeader) -> torch.Tensor:
@@ -146,14 +146,16 @@ class MirrorRows(Rows):
     def _response_begin(self, header: RequestHeader) -> int:
         return self._depth * self._request_bytes + header.seq % self._depth * self._response_bytes
 
-    def _rows(self, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
-        each = slot.ELEMENT_BYTES[header.dtype]
-        if each > 2:
-            raise ProtocolError(
-                f"{header.where}: got {slot.DTYPES[header.dtype]} rows in GPU memory, expected bfloat16 or float16; "
-                "run the engine in one of them, or attach with transport='shm'"
-            )
-        return self.memory[begin : begin + each * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+
+def device_rows(memory: torch.Tensor, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
+    """Return rows that begin at a byte of device memory; raises ProtocolError for rows of 32 bits."""
+    each = slot.ELEMENT_BYTES[header.dtype]
+    if each > 2:
+        raise ProtocolError(
+            f"{header.where}: got {slot.DTYPES[header.dtype]} rows in GPU memory, expected bfloat16 or float16; "
+            "run the engine in one of them, or attach with transport='shm'"
+        )
+    return memory[begin : begin + each * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
 
 
 def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class ImportedMirror:
 
     def _map(self, fd: int, layout: RegionLayout) -> int:
         self._mapped = Imported(fd, mirror_bytes(layout), self._device)
-        return self._mapped.pointer
+        return self._mapped.address
 
     def _open(self, handle: bytes) -> int:
         import cupy

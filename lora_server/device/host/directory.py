@@ -65,16 +65,13 @@ class Places:
             self._free[len(run)].append(run)
 
 
-Entries = npt.NDArray[np.void]  # [projections] of ENTRY
-
-
 class DeviceDirectory:
     """The directory. Thread-safe. It grows while no kernel runs."""
 
-    def __init__(self, kernel: ServeKernel, layers: int, places: int = FIRST_PLACES) -> None:
+    def __init__(self, kernel: ServeKernel, layers: int) -> None:
         self._kernel, self._layers = kernel, layers
         self._lock, self._places = threading.Lock(), Places(kernel)
-        self._host = np.zeros((places, layers, len(PROJECTIONS)), ENTRY)
+        self._host = np.zeros((FIRST_PLACES, layers, len(PROJECTIONS)), ENTRY)
         self._place()
 
     def _place(self) -> None:

@@ -63,24 +63,6 @@ def unblocked(stream: S, take: Callable[[], S], write: Callable[[S], None], seco
     return stream
 
 
-class _Imported(Memory):
-    def __init__(self, memory: Imported) -> None:
-        self._memory, self.address, self.tensor = memory, memory.pointer, memory.tensor
-
-    @override
-    def close(self) -> None:
-        self._memory.close()
-
-
-class _Exported(Shared):
-    def __init__(self, memory: Exported) -> None:
-        self._memory, self.address, self.tensor, self.fd = memory, memory.pointer, memory.tensor, memory.fd
-
-    @override
-    def close(self) -> None:
-        self._memory.close()
-
-
 class CudaQueue(Queue):
     """A stream of its own."""
 
@@ -178,7 +160,7 @@ class CudaGpu(Gpu):
     def create(self, nbytes: int) -> Shared:
         with on_device(self.device):
             try:
-                return _Exported(Exported(nbytes, self.device))
+                return Exported(nbytes, self.device)
             except (RuntimeError, ImportError) as error:
                 raise ShardUnavailableError(
                     f"{self.device}: cannot share {nbytes} bytes for a link ({error}); start the server with a smaller "
@@ -189,7 +171,7 @@ class CudaGpu(Gpu):
     def map(self, fd: int, nbytes: int) -> Memory:
         with on_device(self.device):
             try:
-                return _Imported(Imported(fd, nbytes, self.device))
+                return Imported(fd, nbytes, self.device)
             except (RuntimeError, ImportError) as error:
                 raise ConfigError(
                     f"transport gpu: {self.device} cannot map the other end's GPU memory ({error}); is its GPU visible "

@@ -70,24 +70,14 @@ class Gpu(ABC):
 
     device: torch.device
     kernels: ClassVar[dict[str, str]] = {  # to their sources
-        "put_vectors": "put.cu",
-        "put_halves": "put.cu",
-        "put_e4m3_bfloat16": "put.cu",
-        "put_e4m3_float16": "put.cu",
+        **dict.fromkeys(("put_vectors", "put_halves", "put_e4m3_bfloat16", "put_e4m3_float16"), "put.cu"),
         "route": "route.cu",
-        "link_put_vectors": "link.cu",
-        "link_put_halves": "link.cu",
-        "link_put_e4m3_bfloat16": "link.cu",
-        "link_put_e4m3_float16": "link.cu",
-        "link_wait": "link.cu",
-        "link_add_bfloat16": "link.cu",
-        "link_add_float16": "link.cu",
-        "link_add_e4m3_bfloat16": "link.cu",
-        "link_add_e4m3_float16": "link.cu",
-        "serve_bfloat16": "serve.cu",
-        "serve_float16": "serve.cu",
-        "serve_e4m3_bfloat16": "serve_e4m3.cu",
-        "serve_e4m3_float16": "serve_e4m3.cu",
+        **dict.fromkeys(("link_put_vectors", "link_put_halves"), "link.cu"),
+        **dict.fromkeys(("link_put_e4m3_bfloat16", "link_put_e4m3_float16", "link_wait"), "link.cu"),
+        **dict.fromkeys(("link_add_bfloat16", "link_add_float16"), "link.cu"),
+        **dict.fromkeys(("link_add_e4m3_bfloat16", "link_add_e4m3_float16"), "link.cu"),
+        **dict.fromkeys(("serve_bfloat16", "serve_float16"), "serve.cu"),
+        **dict.fromkeys(("serve_e4m3_bfloat16", "serve_e4m3_float16"), "serve_e4m3.cu"),
     }
 
     @abstractmethod

@@ -77,22 +77,11 @@ MAILBOX = _struct(
 )
 _SERVE_NUMBERS = (
     *("max_entries", "max_rank", "table_bytes", "dtype", "num_handles", "num_layers", "num_projections"),
-    "tells_all",
-    "num_links",
-    "role",
-    "row_words",
+    *("tells_all", "num_links", "role", "row_words"),
 )
 _SERVE_WORDS = (
     *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),
-    "idle_ns",
-    "held",
-    "used",
-    "places",
-    "results",
-    "followers",
-    "numbers",
-    "other_partial",
-    "tenants",
+    *("idle_ns", "held", "used", "places", "results", "followers", "numbers", "other_partial", "tenants"),
 )
 SERVE = _struct(
     512,

@@ -5,7 +5,7 @@ Slots are those of wire.slot; rows have at most 16 bits, so they take about half
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -14,7 +14,7 @@ from kernels_cuda.launch import DTYPE_NAMES
 from lora_server.device.protocol.gpu import Memory
 from lora_server.device.protocol.layout import HERE
 from lora_server.errors import ProtocolError
-from lora_server.transport.rows import TORCH_DTYPES, Rows
+from lora_server.transport.rows import Rows, device_rows
 from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
 from lora_server.wire.slot import RequestHeader
@@ -100,14 +100,14 @@ class GpuRows(Rows):
         """Raises ProtocolError for rows of 32 bits."""
         rows, width = header.num_rows, header.in_end - header.in_begin
         end = self._sizes.request_at(header.seq) + slot.HEADER_BYTES + header.payload_bytes
-        return _rows(self._requests, end - rows * width * slot.ELEMENT_BYTES[header.dtype], rows, width, header)
+        return device_rows(self._requests, end - rows * width * slot.ELEMENT_BYTES[header.dtype], rows, width, header)
 
     @override
     def response(self, header: RequestHeader) -> torch.Tensor:
         """Raises as `request` does."""
         rows, width = header.num_out_rows, header.out_width
         begin = self._sizes.response_at(header.seq) + slot.response_offsets(rows, width, header.dtype).rows
-        return _rows(self._responses, begin, rows, width, header)
+        return device_rows(self._responses, begin, rows, width, header)
 
     @override
     def response_scales(self, header: RequestHeader) -> torch.Tensor:
@@ -115,26 +115,11 @@ class GpuRows(Rows):
         return self._responses[begin : begin + 4 * header.num_out_rows].view(torch.float32)
 
 
-def check_dtype(header: RequestHeader) -> None:
-    """Raises ProtocolError for rows of 32 bits."""
-    if slot.ELEMENT_BYTES[header.dtype] > 2:
-        _refuse(header, slot.DTYPES[header.dtype])
-
-
 def check_activations(header: RequestHeader, x_TK: torch.Tensor) -> None:
     """Raises ProtocolError for what no kernel puts: rows of 32 bits, also where they would travel in 8."""
     if x_TK.dtype not in DTYPE_NAMES:
-        _refuse(header, str(x_TK.dtype).removeprefix("torch."))
-
-
-def _refuse(header: RequestHeader, dtype: str) -> NoReturn:
-    raise ProtocolError(
-        f"{header.where}: got {dtype} rows for a GPU, expected bfloat16 or float16; run the engine in one of them, or "
-        "attach with transport='shm'"
-    )
-
-
-def _rows(memory: torch.Tensor, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
-    check_dtype(header)
-    nbytes = rows * width * slot.ELEMENT_BYTES[header.dtype]
-    return memory[begin : begin + nbytes].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+        dtype = str(x_TK.dtype).removeprefix("torch.")
+        raise ProtocolError(
+            f"{header.where}: got {dtype} rows for a GPU, expected bfloat16 or float16; run the engine in one of them, "
+            "or attach with transport='shm'"
+        )

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
 
 from kernels_cuda.cuda import on_device
+from lora_server.device.protocol.gpu import Memory, Shared
 
 ZEROS_BYTES = 2 << 20
 
@@ -122,8 +124,8 @@ def zero(memory: torch.Tensor) -> None:
     stream.synchronize()
 
 
-class Imported:
-    """Another process's memory, by a descriptor that stays the caller's; `tensor` is uint8 [nbytes] over it."""
+class Imported(Memory):
+    """Another process's memory, by a descriptor that stays the caller's."""
 
     def __init__(self, fd: int, nbytes: int, device: torch.device) -> None:
         """Import and map the memory; raises RuntimeError."""
@@ -132,17 +134,17 @@ class Imported:
             self._mapped = _Mapped(physical, _whole(nbytes, device), device)
         finally:
             call("cuMemRelease", physical)
-        self._device, self.pointer = device, self._mapped.pointer
-        self.tensor = as_tensor(self.pointer, nbytes, None, device)
+        self._device, self.address = device, self._mapped.pointer
+        self.tensor = as_tensor(self.address, nbytes, None, device)
 
+    @override
     def close(self) -> None:
-        """Unmap; idempotent. The caller has waited for its kernels."""
         with on_device(self._device):
             self._mapped.unmap()
 
 
-class Exported:
-    """Memory of this process, zeroed, that others map by `fd`; `tensor` is all of it, whole units of allocation."""
+class Exported(Shared):
+    """Memory of this process in whole units of allocation, all of which `tensor` is over."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate the memory; raises RuntimeError if there is no room, or it cannot be shared."""
@@ -152,8 +154,8 @@ class Exported:
         try:
             self.fd = int(call("cuMemExportToShareableHandle", physical, _descriptor(), 0))
             self._mapped = _Mapped(physical, nbytes, device)
-            self.pointer = self._mapped.pointer
-            self.tensor = as_tensor(self.pointer, nbytes, None, device)
+            self.address = self._mapped.pointer
+            self.tensor = as_tensor(self.address, nbytes, None, device)
             zero(self.tensor)
         except BaseException:
             self.close()
@@ -163,6 +165,7 @@ class Exported:
 
     _mapped: _Mapped | None
 
+    @override
     def close(self) -> None:
         """Unmap the memory; other processes' mappings keep it alive for them. Idempotent; raises RuntimeError."""
         mapped, self._mapped = self._mapped, None
