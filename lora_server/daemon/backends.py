@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
@@ -56,22 +56,25 @@ class Backend(NamedTuple):
     compute: Compute
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Memory that a shard may use for adapters. A share is of what is free at the start, among `sharing` shards."""
+    """Memory that a shard may use for adapters. A share is of what is free at the start, for each of the node's
+    `sharing` shards, or of those that share a GPU."""
 
     device_pool: Size = DEVICE_POOL
     host_pool: Size | None = None
     eviction: str = "lru"
     link_gbps: float = 0.0
     sharing: int = 1
+    local_index: int = 0  # of this shard among them
     fetcher: Fetcher | None = None  # of remote files
     preload: bool = False
     timings: Timings = DEFAULTS
+    on_layer: OnLayer = lambda *_: None  # see WeightStore
 
-    def bytes_of(self, size: Size, available: int, flag: str) -> int:
-        """Return the size of one pool; raises ConfigError if less than that is available."""
-        nbytes = size.of(available) // (self.sharing if size.share else 1)
+    def bytes_of(self, size: Size, available: int, flag: str, sharing: int = 0) -> int:
+        """Return the size of one pool, by default one of `self.sharing`; raises ConfigError if less is available."""
+        nbytes = size.of(available) // (sharing or self.sharing if size.share else 1)
         if nbytes > available:
             raise ConfigError(f"{flag}: {nbytes / GIB:.1f} GiB asked for, {available / GIB:.1f} GiB are free")
         return nbytes
@@ -82,19 +85,16 @@ class MemorySettings:
             return self.bytes_of(self.host_pool, available, "--host-pool")
         return min(device_bytes, self.bytes_of(HOST_POOL_OF_GPUS, available, "--host-pool"))
 
-    def store(
-        self, placement: Placement, shard: int, tier: Tier, host_pool: Pool | None, on_layer: OnLayer
-    ) -> WeightStore:
+    def store(self, placement: Placement, shard: int, tier: Tier, host_pool: Pool | None) -> WeightStore:
         """Create a shard's store."""
-        policy = POLICIES[self.eviction]
         return WeightStore(
             placement,
             shard,
             tier,
             host_pool,
-            policy=policy,
+            policy=POLICIES[self.eviction],
             link_gbps=self.link_gbps,
-            on_layer=on_layer,
+            on_layer=self.on_layer,
             fetcher=self.fetcher,
             preload=self.preload,
             timings=self.timings,
@@ -108,7 +108,7 @@ def check(config: ServeConfig, local_shards: int) -> str:
     if config.device == "cuda":
         free, _ = torch.cuda.mem_get_info(_gpu(0))
         of_a_gpu = -(-local_shards // torch.cuda.device_count())
-        pool = dataclasses.replace(memory, sharing=of_a_gpu).bytes_of(memory.device_pool, free, "--device-pool")
+        pool = memory.bytes_of(memory.device_pool, free, "--device-pool", of_a_gpu)
         packed = memory.pinned_bytes(available, pool)
     else:
         pool = memory.bytes_of(memory.device_pool, available, "--device-pool")
@@ -118,19 +118,13 @@ def check(config: ServeConfig, local_shards: int) -> str:
     )
 
 
-def host(
-    placement: Placement,
-    shard: int,
-    dtype: torch.dtype,
-    memory: MemorySettings = MemorySettings(),
-    on_layer: OnLayer = lambda *_: None,
-) -> Backend:
+def host(placement: Placement, shard: int, dtype: torch.dtype, memory: MemorySettings = MemorySettings()) -> Backend:
     """Make a backend with weights in host memory and torch on the CPU. Raises ConfigError if memory is too small."""
     available = available_bytes()
     pool = MappedPool(memory.bytes_of(memory.device_pool, available, "--device-pool"))
     packed = memory.bytes_of(memory.host_pool or Size(), available, "--host-pool")
     tier = CpuTier(placement, shard, dtype, pool)
-    store = memory.store(placement, shard, tier, MappedPool(packed) if packed else None, on_layer)
+    store = memory.store(placement, shard, tier, MappedPool(packed) if packed else None)
     return Backend(store, HostCompute(cpu.lora_parts))
 
 
@@ -143,32 +137,21 @@ def paged(
     max_step_rows: int,
     host_pool: Pool | None = None,
     memory: MemorySettings = MemorySettings(),
-    on_layer: OnLayer = lambda *_: None,
     lost: Callable[[], bool] = lambda: False,
 ) -> Backend:
     """Make a backend with weights in pages of any device, computed by `launch`."""
     tier = PagedTier(placement, shard, dtype, pool)
-    store = memory.store(placement, shard, tier, host_pool, on_layer)
+    store = memory.store(placement, shard, tier, host_pool)
     return Backend(store, DeviceCompute(launch, tier.rows.table, placement.spec, dtype, max_step_rows, lost))
 
 
-def cuda(
-    placement: Placement,
-    shard: int,
-    dtype: torch.dtype,
-    max_step_rows: int,
-    *,
-    local_shards: int,
-    local_index: int,
-    memory: MemorySettings,
-    on_layer: OnLayer,
-) -> Backend:
+def cuda(placement: Placement, shard: int, dtype: torch.dtype, max_step_rows: int, memory: MemorySettings) -> Backend:
     """Make a backend with weights in GPU memory and our CUDA kernels. A node's shards take its GPUs in turn, and may
     share one.
 
     Raises ConfigError where there is no GPU, an old one, too little memory, no CuPy, or another dtype.
     """
-    device = _gpu(local_index)
+    device = _gpu(memory.local_index)
     try:
         from kernels_cuda.cuda import kernels
 
@@ -180,21 +163,10 @@ def cuda(
         raise ConfigError(f"--device cuda: {torch.cuda.get_device_name(device)}: {error}") from error
     log.info("kernels compiled", device=torch.cuda.get_device_name(device), seconds=round(seconds, 1))
     _check_step_rows(max_step_rows, compiled.variant.stages)
-    sharing = len(range(local_index % torch.cuda.device_count(), local_shards, torch.cuda.device_count()))
+    sharing = len(range(memory.local_index % torch.cuda.device_count(), memory.sharing, torch.cuda.device_count()))
     pool = _device_pool(device, memory, sharing)
-    lost = functools.partial(_is_lost, device)
-    return paged(
-        placement,
-        shard,
-        dtype,
-        pool,
-        compiled.launch,
-        max_step_rows,
-        _pinned_pool(dataclasses.replace(memory, sharing=local_shards), pool.capacity),
-        memory,
-        on_layer,
-        lost,
-    )
+    host_pool, lost = _pinned_pool(memory, pool.capacity), functools.partial(_is_lost, device)
+    return paged(placement, shard, dtype, pool, compiled.launch, max_step_rows, host_pool, memory, lost)
 
 
 def _check_step_rows(max_step_rows: int, stages: int) -> None:
@@ -220,13 +192,12 @@ def resident(
     pool: PagePool,
     host_pool: Pool | None = None,
     memory: MemorySettings = MemorySettings(),
-    on_layer: OnLayer = lambda *_: None,
 ) -> DeviceBackend:
     """Make a backend with weights in pages of any GPU, and a kernel that serves by itself. Raises ConfigError."""
     _check_step_rows(max_step_rows, STAGES)
     kernel = ServeKernel(gpu, placement.spec, dtype, region, max_step_rows)
     tier = resident_tier(placement, shard, dtype, pool, kernel)
-    return DeviceBackend(memory.store(placement, shard, tier, host_pool, on_layer), kernel)
+    return DeviceBackend(memory.store(placement, shard, tier, host_pool), kernel)
 
 
 def cuda_resident(
@@ -235,27 +206,23 @@ def cuda_resident(
     dtype: torch.dtype,
     region: RegionLayout,
     max_step_rows: int,
-    *,
-    local_shards: int,
-    local_index: int,
     memory: MemorySettings,
-    on_layer: OnLayer,
     nvshmem: bool = False,
 ) -> DeviceBackend:
     """Make a backend like `resident`, on the GPU that `cuda` would give the shard. Raises ConfigError.
 
     A GPU serves one shard, since the kernel takes every multiprocessor. `nvshmem`: the kernel reaches other PEs.
     """
-    device, gpus = _gpu(local_index), torch.cuda.device_count()
-    if local_shards > gpus:
+    device, gpus = _gpu(memory.local_index), torch.cuda.device_count()
+    if memory.sharing > gpus:
         raise ConfigError(
-            f"--gpu-transport: got {local_shards} shards on this node, expected at most {gpus}, a GPU each; use "
+            f"--gpu-transport: got {memory.sharing} shards on this node, expected at most {gpus}, a GPU each; use "
             "--gpu-transport cuda_ipc, or another --layout"
         )
     gpu = world_gpu_of(device) if nvshmem else gpu_of(device)
     pool = _device_pool(device, memory, 1)
-    host_pool = _pinned_pool(dataclasses.replace(memory, sharing=local_shards), pool.capacity)
-    return resident(placement, shard, dtype, gpu, region, max_step_rows, pool, host_pool, memory, on_layer)
+    host_pool = _pinned_pool(memory, pool.capacity)
+    return resident(placement, shard, dtype, gpu, region, max_step_rows, pool, host_pool, memory)
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -287,8 +254,7 @@ def _gpu(local_index: int) -> torch.device:
 
 def _device_pool(device: torch.device, memory: MemorySettings, sharing: int) -> PagePool:
     free, _ = torch.cuda.mem_get_info(device)
-    on_device = dataclasses.replace(memory, sharing=sharing)
-    nbytes = on_device.bytes_of(memory.device_pool, free, "--device-pool")
+    nbytes = memory.bytes_of(memory.device_pool, free, "--device-pool", sharing)
     if nbytes < PAGE_BYTES:
         raise ConfigError(f"--device-pool: got {nbytes} bytes, expected at least one page of {PAGE_BYTES}")
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import structlog
 import torch
 
+from lora_server.access.tls import shard_certificate
 from lora_server.config import ProcessConfig
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend, DeviceBackend
@@ -28,7 +30,6 @@ from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Port
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
-from lora_server.transport.tls import ShardCertificate
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
@@ -45,7 +46,8 @@ class ShardListeners:
         region = RegionLayout.for_model(spec, config.max_step_rows, config.slots, config.wire)
         self.port = Port(region, on_gone=on_gone)
         self._shm = self._shm_listener()
-        self.certificate = self._own_certificate()
+        # if the control plane is encrypted, steps are too
+        self.certificate = shard_certificate(config.shard) if config.tls_ca is not None else None
         self._tcp = TcpListener(
             self.port,
             config.bind_host,
@@ -81,19 +83,9 @@ class ShardListeners:
         except ConfigError as error:
             log.warning("no shared memory", reason=str(error))
             return None
-        directory, name = self.config.run_dir, f"shard-{self.config.generation}-{self.config.shard}"
-        for killed in directory.glob(f"{name}-*.sock"):
-            killed.unlink(missing_ok=True)
-        path, timings = directory / f"{name}-{os.getpid()}.sock", self.config.timings
+        timings = self.config.timings
+        path = _own_socket(self.config, f"shard-{self.config.generation}-{self.config.shard}")
         return ShmListener(self.port, path, self._client_memory(), timings.handshake, timings.quarantine)
-
-    def _own_certificate(self) -> ShardCertificate | None:
-        """Return a certificate if the control plane is encrypted: then steps are too."""
-        if self.config.tls_ca is None:
-            return None
-        from lora_server.access.tls import shard_certificate  # which takes its time to be imported
-
-        return shard_certificate(self.config.shard)
 
     def _client_memory(self) -> DeviceMemory | None:
         config = self.config
@@ -153,42 +145,31 @@ class ServingParts:
             getattr(torch, config.dtype),
             self.listeners.port.layout,
             config.max_step_rows,
-            local_shards=len(config.local_shards),
-            local_index=_local_index(config),
-            memory=self.memory(1),
-            on_layer=self.layer_loaded,
+            self.memory,
             nvshmem=config.gpu_transport == "nvshmem",
         )
 
     def _backend(self, placement: Placement) -> Backend:
         config, dtype = self.config, getattr(torch, self.config.dtype)
         if config.device == "cpu":
-            return backends.host(
-                placement, config.shard, dtype, self.memory(len(config.local_shards)), self.layer_loaded
-            )
-        return backends.cuda(
-            placement,
-            config.shard,
-            dtype,
-            config.max_step_rows,
-            local_shards=len(config.local_shards),
-            local_index=_local_index(config),
-            memory=self.memory(1),
-            on_layer=self.layer_loaded,
-        )
+            return backends.host(placement, config.shard, dtype, self.memory)
+        return backends.cuda(placement, config.shard, dtype, config.max_step_rows, self.memory)
 
-    def memory(self, sharing: int) -> backends.MemorySettings:
-        """Return what a shard may use, one of `sharing` that use the same memory."""
+    @property
+    def memory(self) -> backends.MemorySettings:
+        """Return the memory that the shard may use, as one of its node's."""
         config = self.config
         return backends.MemorySettings(
             device_pool=config.device_pool,
             host_pool=config.host_pool,
             eviction=config.eviction,
             link_gbps=config.host_link_gbps,
-            sharing=sharing,
+            sharing=len(config.local_shards),
+            local_index=_local_index(config),
             fetcher=self._fetcher,
             preload=config.preload,
             timings=config.timings,
+            on_layer=self.layer_loaded,
         )
 
     def _coordinator(self, layout: Layout) -> Coordinator:
@@ -207,10 +188,7 @@ class ServingParts:
             return StageRole()
         if config.replicated.ep_rank(config.shard):
             return KernelFollower(config.shard, kernel, config.timings.handshake)
-        name = f"numbers-{config.shard}"
-        for killed in config.run_dir.glob(f"{name}-*.sock"):
-            killed.unlink(missing_ok=True)
-        return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock", config.timings.handshake)
+        return KernelLeader(kernel, _own_socket(config, f"numbers-{config.shard}"), config.timings.handshake)
 
     def layer_loaded(self, handle: int, left: int | None) -> None:
         """Wake the loop: a layer of an adapter is there, or its load failed (None). Wake the reports for that, and each
@@ -218,6 +196,13 @@ class ServingParts:
         if left is None or not left & (left - 1):
             self.layers_moved.set()
         self.listeners.port.ring()
+
+
+def _own_socket(config: ProcessConfig, name: str) -> Path:
+    """Return the path of this process's socket; remove those of processes of this name that were killed."""
+    for killed in config.run_dir.glob(f"{name}-*.sock"):
+        killed.unlink(missing_ok=True)
+    return config.run_dir / f"{name}-{os.getpid()}.sock"
 
 
 def _local_index(config: ProcessConfig) -> int:

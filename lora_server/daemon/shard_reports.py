@@ -16,6 +16,7 @@ from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Port
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.waits import phase_stats
 
 
 class ShardReports:
@@ -61,14 +62,11 @@ class ShardReports:
                 device=self._store.tier.name,
                 clients=len(connections),
                 followers=self._coordinator.followers,
-                phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self._shard.phases],
+                phases=phase_stats(self._shard.phases),
                 tenants=[
                     pb.TenantStats(tenant=tenant, **vars(one)) for tenant, one in self._shard.by_tenant.all().items()
                 ],
-                load_times=[
-                    pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
-                    for tier, h in self._store.report.load_times.items()
-                ],
+                load_times=phase_stats(self._store.report.load_times.items()),
                 disk=pb.DiskStats(**self._fetcher.use()._asdict()),
                 attached=[pb.Attached(client=one.grant.client, transport=one.transport) for one in connections],
             )

@@ -12,6 +12,11 @@ from lora_server.wire import lora_server_pb2 as pb
 WAITS = NAME, PLACE, WEIGHTS, ENGINE = ("name", "place", "weights", "engine")
 
 
+def phase_stats(named: Iterable[tuple[str, Histogram]]) -> list[pb.PhaseStats]:
+    """Return histograms as messages."""
+    return [pb.PhaseStats(phase=name, counts=one.counts, sum_ns=one.sum_ns) for name, one in named]
+
+
 class WaitHistograms:
     """Histograms of the seconds that requests waited, by what they waited for (WAITS). Thread-safe."""
 
@@ -28,8 +33,7 @@ class WaitHistograms:
     def messages(self) -> list[pb.PhaseStats]:
         """Return everything as messages; none if no request was counted."""
         with self._lock:
-            counted = {what: one for what, one in self.of.items() if any(one.counts)}
-            return [pb.PhaseStats(phase=what, counts=one.counts, sum_ns=one.sum_ns) for what, one in counted.items()]
+            return phase_stats((what, one) for what, one in self.of.items() if any(one.counts))
 
     def merge(self, messages: Iterable[pb.PhaseStats], sign: int = 1) -> None:
         """Add what `messages` count; with `sign` -1 take it away. A kind that is unknown here is left out. Raises

@@ -44,7 +44,6 @@ from tests.support.workload import NEW_TOKENS, spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
-MEMORY = MemorySettings(device_pool=Size.parse("256MiB"))
 
 
 def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
@@ -143,9 +142,8 @@ def emulated_backend(placement, shard, dtype):
 
 
 def cuda_backend(placement, shard, dtype):
-    return backends.cuda(
-        placement, shard, dtype, 24, local_shards=4, local_index=shard, memory=MEMORY, on_layer=lambda *_: None
-    )
+    memory = MemorySettings(device_pool=Size.parse("256MiB"), sharing=4, local_index=shard)
+    return backends.cuda(placement, shard, dtype, 24, memory)
 
 
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)

@@ -28,7 +28,7 @@ class EmulatedListeners(ShardListeners):
 class EmulatedParts(ServingParts):
     def _serving(self, placement: Placement) -> DeviceShardHost:
         config, dtype = self.config, getattr(torch, self.config.dtype)
-        pool, memory = PagePool(PAGES, "cpu"), self.memory(1)
+        pool = PagePool(PAGES, "cpu")
         return self.device_host(
             backends.resident(
                 placement,
@@ -38,8 +38,7 @@ class EmulatedParts(ServingParts):
                 self.listeners.port.layout,
                 config.max_step_rows,
                 pool,
-                memory=memory,
-                on_layer=self.layer_loaded,
+                memory=self.memory,
             )
         )
 
