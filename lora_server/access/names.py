@@ -6,7 +6,7 @@ every tenant may use it. Behind the service all names are full names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from lora_server.access.identity import OPERATOR
@@ -41,7 +41,3 @@ class Names(NamedTuple):
         """Return the full names that a tenant may mean by a name, in order of preference; all are visible to it."""
         candidates = dict.fromkeys((self.own(tenant, name), name))
         return [full for full in candidates if self.sees(tenant, full)]
-
-    def visible(self, tenant: str, names: Iterable[str]) -> list[str]:
-        """Return the names that a tenant sees."""
-        return [name for name in names if self.sees(tenant, name)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_server.access import store
-from lora_server.access.audit import AuditEntry
 from lora_server.access.gate import Gate
 from lora_server.access.identity import OPERATOR, Identity, Role
 from lora_server.access.store import Store
@@ -114,7 +113,8 @@ class AccessService:
     def Audit(self, request: pb.AuditRequest, who: Identity) -> pb.AuditReply:
         self._gate.audit.flush()
         entries = self._gate.audit.read(request.after, request.most, None if who.is_operator else who.tenant)
-        return pb.AuditReply(entries=reversed(fitting(map(_entry, reversed(entries)))))
+        newest = fitting(pb.AuditEntry(**one._asdict()) for one in reversed(entries))
+        return pb.AuditReply(entries=reversed(newest))
 
 
 def _role(text: str) -> Role:
@@ -139,7 +139,3 @@ def _token(token: store.Token, secret: Secret | None = None) -> pb.Token:
 
 def _tenant(tenant: store.Tenant) -> pb.Tenant:
     return pb.Tenant(**vars(tenant))
-
-
-def _entry(entry: AuditEntry) -> pb.AuditEntry:
-    return pb.AuditEntry(**entry._asdict())

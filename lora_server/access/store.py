@@ -16,7 +16,7 @@ from lora_server.access.identity import OPERATOR, Identity, Role
 from lora_server.access.names import Names
 from lora_server.access.tokens import Secret, new
 from lora_server.errors import ConfigError, LimitError
-from lora_server.registry.database import Database, count, counted
+from lora_server.registry.database import Database, count, counted, put_row
 
 CHANGES = "access"  # the counter that goes up with every change here
 MAX_NOTE = 200
@@ -203,7 +203,7 @@ class Store:
             known = _find_tenant(connection, tenant.name)
             if known is not None and known.removed:
                 raise ConfigError(f"tenant {tenant.name}: was removed, and its name is not given again; take another")
-            _replace(connection, tables.tenants, {"name": tenant.name}, vars(tenant))
+            put_row(connection, tables.tenants, tables.tenants.c.name == tenant.name, vars(tenant))
 
         self._database.write(work)
         return tenant
@@ -214,7 +214,7 @@ class Store:
         def work(connection: Connection) -> Tenant:
             count(connection, CHANGES)  # of very much
             gone = replace(_require_tenant(connection, name), removed=time.time())
-            _replace(connection, tables.tenants, {"name": name}, vars(gone))
+            put_row(connection, tables.tenants, tables.tenants.c.name == name, vars(gone))
             revoke = update(tables.tokens).where(tables.tokens.c.tenant == name, tables.tokens.c.revoked == 0)
             connection.execute(revoke.values(revoked=gone.removed))
             _forget_revoked(connection, name)
@@ -241,8 +241,8 @@ class Store:
                 gone = delete(tables.shares).where(tables.shares.c.adapter == adapter)
                 connection.execute(gone.where(tables.shares.c.tenant == tenant) if tenant else gone)
             else:
-                one = {"adapter": adapter, "tenant": tenant}
-                _replace(connection, tables.shares, one, one)
+                same = (tables.shares.c.adapter == adapter) & (tables.shares.c.tenant == tenant)
+                put_row(connection, tables.shares, same, {"adapter": adapter, "tenant": tenant})
                 if not within.is_operator:
                     own = tables.shares.c.adapter.startswith(f"{within.tenant}/", autoescape=True)
                     _check_most(connection, within.tenant, own, MAX_SHARES, "shares of its adapters")
@@ -279,13 +279,8 @@ def _forget_revoked(connection: Connection, tenant: str) -> None:
 
 def _put(connection: Connection, token: Token) -> Token:
     _change(connection, tables.tokens, token.id)
-    _replace(connection, tables.tokens, {"id": token.id}, vars(token))
+    put_row(connection, tables.tokens, tables.tokens.c.id == token.id, vars(token))
     return token
-
-
-def _replace(connection: Connection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    connection.execute(delete(table).where(*(table.c[name] == value for name, value in key.items())))
-    connection.execute(insert(table).values(dict(values)))
 
 
 def _token(connection: Connection, token_id: str, within: Identity) -> Token:

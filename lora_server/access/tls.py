@@ -167,11 +167,9 @@ def _read(config: ServeConfig, clock: Clock) -> _Shown:
 
 def _check_dates(file: Path, chain: bytes, clock: Clock) -> float:
     """Return when the first of the certificates expires, in seconds since 1970. Raises ConfigError."""
-    from cryptography.x509 import load_pem_x509_certificates  # takes its time to be imported
-
     now = datetime.fromtimestamp(clock.time(), UTC)
     try:
-        found = load_pem_x509_certificates(chain)
+        found = x509.load_pem_x509_certificates(chain)
     except ValueError as error:
         raise ConfigError(f"--tls-cert {file}: {error}; expected certificates in PEM") from error
     begins = max(one.not_valid_before_utc for one in found)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import secrets
 from typing import NamedTuple
 
+from lora_server.wire.credentials import TOKEN_TEXT
+
 NOT_GOOD = "got a token that is not good here, or not any more; ask an admin for another"
-_TEXT = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})", re.ASCII)
 
 
 class Secret(NamedTuple):
@@ -37,7 +37,7 @@ def new(token_id: str = "") -> Secret:
 
 def parse(text: str) -> Secret | None:
     """Return a token's id and secret; None for a text that cannot be a token."""
-    match = _TEXT.fullmatch(text)
+    match = TOKEN_TEXT.fullmatch(text)
     return Secret(match[1], match[2]) if match else None
 
 

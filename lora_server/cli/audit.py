@@ -11,6 +11,7 @@ import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
+from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
@@ -62,14 +63,4 @@ def _line(entry: pb.AuditEntry) -> str:
 
 
 def _row(entry: pb.AuditEntry) -> dict[str, Any]:
-    return {
-        "serial": entry.serial,
-        "at": entry.at,
-        "tenant": entry.tenant or None,
-        "role": entry.role,
-        "token": entry.token or None,
-        "call": entry.call,
-        "subject": entry.subject,
-        "outcome": entry.outcome,
-        "reason": entry.reason,
-    }
+    return fields(entry) | {"tenant": entry.tenant or None, "token": entry.token or None}

@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lora_server.errors import ConfigError, LoraServerError
+
+if TYPE_CHECKING:
+    from lora_server.wire import lora_server_pb2 as pb
 
 DEFAULT_SERVER = "127.0.0.1:7400"
 SERVER_VARIABLE = "LORA_SERVER_ADDRESS"
@@ -45,6 +48,14 @@ def ask(server: str, service: str, method: str, request: Any, seconds: float = 1
     with open_channel(server) as channel:
         stub = getattr(rpc, f"{service}Stub")(channel)
         return call(getattr(stub, method), request, server=server, seconds=seconds)
+
+
+def ask_status(server: str) -> pb.StatusReply:
+    """Return the server's status. Raises as `ask` does."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    reply: pb.StatusReply = ask(server, "Server", "Status", pb.StatusRequest())
+    return reply
 
 
 def print_json(document: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, ServerOption, ask, one_line_errors
+from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, ServerOption, ask, ask_status, one_line_errors
 
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
 LOOK_SECONDS = 0.2  # between two tries while the controller is away
@@ -50,7 +50,7 @@ def _held(server: str, seconds: float) -> int:
     from lora_server.errors import ServerUnavailableError
     from lora_server.wire import lora_server_pb2 as pb
 
-    ask(server, "Server", "Status", pb.StatusRequest())  # fail at once if no server listens there
+    ask_status(server)  # fail at once if no server listens there
     deadline = time.monotonic() + seconds
 
     def held() -> int:

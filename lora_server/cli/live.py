@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from lora_server.cli.call import ask
+from lora_server.cli.call import ask_status
 from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.wire.plain import fields
 
@@ -87,17 +87,10 @@ def _print(server: str, as_json: bool, console: Console, show: Show) -> None:
         console.print(_look(server, console, show))
         return
     try:
-        document = fields(_status(server))
+        document = fields(ask_status(server))
     except ServerUnavailableError as error:
         document = {"ready": False, "reason": str(error)}
     typer.echo(json.dumps(document))
-
-
-def _status(server: str) -> pb.StatusReply:
-    from lora_server.wire import lora_server_pb2 as pb
-
-    reply: pb.StatusReply = ask(server, "Server", "Status", pb.StatusRequest())
-    return reply
 
 
 def _look(server: str, console: Console, show: Show) -> RenderableType:
@@ -117,7 +110,7 @@ def _look(server: str, console: Console, show: Show) -> RenderableType:
     )
     terminal.say(inner, f"{server} at {time.strftime('%H:%M:%S')}")
     try:
-        show(_status(server), inner)
+        show(ask_status(server), inner)
     except ServerUnavailableError as error:
         terminal.say(inner, str(error), "failed")
     return Text.from_ansi(page.getvalue())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, one_line_errors, print_json
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, ask_status, one_line_errors, print_json
 from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.units import count
 from lora_server.wire.plain import fields
@@ -41,10 +41,7 @@ def resize(
     New shards start while the old ones serve, and load the adapters in use; then engines move to them, and the old
     ones stop. Refused, and nothing changes, where adapters do not fit or a node cannot start its shards.
     """
-
-    from lora_server.wire import lora_server_pb2 as pb
-
-    before = ask(server, "Server", "Status", pb.StatusRequest())
+    before = ask_status(server)
     try:
         reply = _resize(server, layout, seconds)
     except ServerUnavailableError as error:
@@ -107,10 +104,7 @@ def _taken_over(server: str, layout: str, seconds: float, before: pb.StatusReply
 
 def _status(server: str) -> pb.StatusReply | None:
     """Ask for the server's status; None without an answer."""
-    from lora_server.wire import lora_server_pb2 as pb
-
     try:
-        reply: pb.StatusReply = ask(server, "Server", "Status", pb.StatusRequest())
+        return ask_status(server)
     except LoraServerError:
         return None
-    return reply

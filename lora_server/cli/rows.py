@@ -11,6 +11,7 @@ import typer
 from lora_server.cli.call import DEFAULT_SERVER, SERVER_VARIABLE, ask
 from lora_server.errors import LoraServerError
 from lora_server.units import size
+from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,10 +125,7 @@ def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
         }
         for one in reply.shards
     ]
-    versions = [
-        {"version": one.version, "uri": one.uri, "added": one.added, "listed": one.listed} for one in reply.versions
-    ]
-    return {"shards": shards, "versions": versions}
+    return {"shards": shards, "versions": [fields(one) for one in reply.versions]}
 
 
 def refused_row(refusal: pb.Refusal) -> dict[str, Any]:

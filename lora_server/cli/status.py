@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, one_line_errors, print_json
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask_status, one_line_errors, print_json
 from lora_server.units import count, size
 from lora_server.wire.plain import fields
 
@@ -39,9 +39,8 @@ def status(
         live.watch(server, as_json, show)
         return
     from lora_server import terminal
-    from lora_server.wire import lora_server_pb2 as pb
 
-    reply = ask(server, "Server", "Status", pb.StatusRequest())
+    reply = ask_status(server)
     if as_json:
         print_json(fields(reply))
     else:

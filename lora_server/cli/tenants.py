@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, one_line_errors, print_json
 from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 from lora_server.units import Size, size
+from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
@@ -68,11 +70,8 @@ def list_tenants(
     from lora_server.wire import lora_server_pb2 as pb
     from lora_server.wire.listing import all_pages
 
-    def page(request: pb.ListTenantsRequest) -> pb.ListTenantsReply:
-        reply: pb.ListTenantsReply = ask_access(server, data_dir, registry, "ListTenants", request)
-        return reply
-
-    _show(all_pages(page, pb.ListTenantsRequest).tenants, as_json)
+    ask = partial(ask_access, server, data_dir, registry, "ListTenants")
+    _show(all_pages(ask, pb.ListTenantsRequest).tenants, as_json)
 
 
 @app.command("remove")
@@ -97,7 +96,7 @@ def _show(tenants: Any, as_json: bool) -> None:
     from lora_server import terminal
 
     if as_json:
-        print_json([_row(one) for one in tenants])
+        print_json([{name: value or None for name, value in fields(one).items()} for one in tenants])
     else:
         terminal.table(
             terminal.open_console(),
@@ -106,19 +105,6 @@ def _show(tenants: Any, as_json: bool) -> None:
             left=("tenant", "SLO class"),
             wrapped="tenant",
         )
-
-
-def _row(tenant: pb.Tenant) -> dict[str, Any]:
-    return {
-        "name": tenant.name,
-        "weight": tenant.weight,
-        "slo_class": tenant.slo_class or None,
-        "max_adapters": tenant.max_adapters or None,
-        "max_bytes": tenant.max_bytes or None,
-        "max_active": tenant.max_active or None,
-        "max_rate": tenant.max_rate or None,
-        "removed": tenant.removed or None,
-    }
 
 
 def _cells(tenant: pb.Tenant) -> list[str]:

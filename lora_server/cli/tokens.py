@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,11 +58,8 @@ def list_tokens(
     from lora_server.wire import lora_server_pb2 as pb
     from lora_server.wire.listing import all_pages
 
-    def page(request: pb.ListTokensRequest) -> pb.ListTokensReply:
-        reply: pb.ListTokensReply = ask_access(server, data_dir, registry, "ListTokens", request)
-        return reply
-
-    tokens = sorted(all_pages(page, pb.ListTokensRequest).tokens, key=lambda one: one.created)
+    ask = partial(ask_access, server, data_dir, registry, "ListTokens")
+    tokens = sorted(all_pages(ask, pb.ListTokensRequest).tokens, key=lambda one: one.created)
     if as_json:
         print_json([_row(one) for one in tokens])
         return

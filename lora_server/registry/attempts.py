@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Connection, String, Table, Text, delete, insert, select
+from sqlalchemy import Column, Connection, String, Table, Text, delete, select
 
-from lora_server.registry.database import Database, metadata
+from lora_server.registry.database import Database, metadata, put_row
 
 attempts = Table(
     "attempts",
@@ -33,12 +33,8 @@ class Attempts:
 
     def keep(self, name: str, why: str) -> None:
         """Store why an adapter's update failed, in place of an earlier reason."""
-
-        def work(connection: Connection) -> None:
-            forget(connection, name)
-            connection.execute(insert(attempts).values(name=name, why=why))
-
-        self._database.write(work)
+        over, row = attempts.c.name == name, {"name": name, "why": why}
+        self._database.write(lambda connection: put_row(connection, attempts, over, row))
 
     def forget(self, name: str) -> None:
         """Remove an adapter's reason: an update succeeded, or the adapter is gone."""

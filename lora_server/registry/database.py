@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import structlog
@@ -18,11 +18,13 @@ from sqlalchemy import (
     URL,
     BigInteger,
     Column,
+    ColumnElement,
     Connection,
     MetaData,
     String,
     Table,
     create_engine,
+    delete,
     event,
     insert,
     inspect,
@@ -73,6 +75,12 @@ def count(connection: Connection, name: str, by: int = 1) -> int:
 def counted(connection: Connection, name: str) -> int:
     """Return a counter's value; 0 if it does not exist."""
     return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar() or 0)
+
+
+def put_row(connection: Connection, table: Table, over: ColumnElement[bool], row: Mapping[str, Any]) -> None:
+    """Delete the rows that are over, and insert one."""
+    connection.execute(delete(table).where(over))
+    connection.execute(insert(table).values(dict(row)))
 
 
 def url_of(config: ProcessConfig) -> str:

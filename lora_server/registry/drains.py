@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from sqlalchemy import BigInteger, Column, Connection, Float, String, Table, delete, insert, select
+from sqlalchemy import BigInteger, Column, Float, String, Table, delete, select
 
-from lora_server.registry.database import Database, metadata
+from lora_server.registry.database import Database, metadata, put_row
 
 KEPT_SECONDS = 30 * 86400.0  # until an entry that was never removed is deleted
 
@@ -35,13 +35,9 @@ class Drains:
     def cut_off(self, handle: int, seconds: float) -> None:
         """Store that an adapter drains: its remaining holders are cut off after `seconds`."""
         now = time.time()
-
-        def work(connection: Connection) -> None:
-            over = (deadlines.c.handle == handle) | (deadlines.c.until < now - KEPT_SECONDS)
-            connection.execute(delete(deadlines).where(over))
-            connection.execute(insert(deadlines).values(handle=handle, until=now + seconds))
-
-        self._database.write(work)
+        over = (deadlines.c.handle == handle) | (deadlines.c.until < now - KEPT_SECONDS)
+        row = {"handle": handle, "until": now + seconds}
+        self._database.write(lambda connection: put_row(connection, deadlines, over, row))
 
     def deadlines(self) -> dict[int, float]:
         """Return the deadlines by handle, in seconds since 1970. Ignore those of handles that do not drain."""
@@ -51,13 +47,8 @@ class Drains:
     def drain(self, run: str) -> None:
         """Store that the server of this run is drained."""
         now = time.time()
-
-        def work(connection: Connection) -> None:
-            over = (drained.c.run == run) | (drained.c.since < now - KEPT_SECONDS)
-            connection.execute(delete(drained).where(over))
-            connection.execute(insert(drained).values(run=run, since=now))
-
-        self._database.write(work)
+        over = (drained.c.run == run) | (drained.c.since < now - KEPT_SECONDS)
+        self._database.write(lambda connection: put_row(connection, drained, over, {"run": run, "since": now}))
 
     def resume(self, run: str) -> None:
         """Remove the drain of the server of this run."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import BigInteger, Column, Connection, String, Table, delete, insert, select
+from sqlalchemy import BigInteger, Column, String, Table, select
 
-from lora_server.registry.database import Database, metadata
+from lora_server.registry.database import Database, metadata, put_row
 
 layouts = Table(
     "layouts",
@@ -46,9 +46,5 @@ class Layouts:
     def put(self, placed: PlacedLayout) -> None:
         """Store the layout that a restart is to serve."""
         row = {"server": self._server, "given": self._given, **placed._asdict()}
-
-        def work(connection: Connection) -> None:
-            connection.execute(delete(layouts).where(layouts.c.server == self._server))
-            connection.execute(insert(layouts).values(**row))
-
-        self._database.write(work)
+        over = layouts.c.server == self._server
+        self._database.write(lambda connection: put_row(connection, layouts, over, row))

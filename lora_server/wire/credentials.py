@@ -18,8 +18,7 @@ AUTHORIZATION = "authorization"  # of a call's metadata, as of an HTTP request's
 CODE_KEY = "lora-error-code"  # of a call's trailing metadata
 TOKEN, TOKEN_FILE = "LORA_SERVER_TOKEN", "LORA_SERVER_TOKEN_FILE"
 TLS_CA, TLS_CERT, TLS_KEY, TLS_NAME = (f"LORA_SERVER_TLS_{one}" for one in ("CA", "CERT", "KEY", "NAME"))
-
-_TOKEN = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})", re.ASCII)  # as access/tokens.py makes them
+TOKEN_TEXT = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})", re.ASCII)  # id and secret
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Credentials:
         if not (token.isascii() and token.isprintable()):
             source = TOKEN if self.token else f"{TOKEN_FILE} {self.token_file}"
             raise ConfigError(f"{source}: got control or non-ASCII characters, expected one token, ls_ID_SECRET")
-        parts = _TOKEN.fullmatch(token)
+        parts = TOKEN_TEXT.fullmatch(token)
         if parts is not None and self.tls_ca is None:
             return proofs.sign_call(parts[1], parts[2], call, message)
         return f"Bearer {token}" if token else ""
