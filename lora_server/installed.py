@@ -18,17 +18,8 @@ NAMES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
 # extra -> the modules that it brings and a command imports; a test holds it against the sources and pyproject.toml
 EXTRAS = {
     "server": (
-        *(
-            "anyio",
-            "cryptography",
-            "grpc_health",
-            "grpc_reflection",
-            "packaging",
-            "prometheus_client",
-            "pydantic",
-            "pydantic_settings",
-        ),
-        *("re2", "rich", "sqlalchemy", "starlette", "typer", "uvicorn", "yaml"),
+        *("anyio", "cryptography", "grpc_health", "grpc_reflection", "packaging", "prometheus_client", "pydantic"),
+        *("pydantic_settings", "re2", "rich", "sqlalchemy", "starlette", "typer", "uvicorn", "yaml"),
     ),
     "provision": ("matplotlib", "prometheus_client", "rich", "scipy", "typer", "yaml"),
     "ray": ("ray",),

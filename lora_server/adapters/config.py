@@ -38,39 +38,18 @@ _MUST_BE_OFF = {
     "monteclora_config": "MonteCLoRA samples its weights: retrain as plain LoRA",
 }
 _KNOWN = frozenset(
-    [
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-        "target_modules",
-        "exclude_modules",
-        "lora_alpha",
-        "lora_dropout",
-        "use_rslora",
-        "init_lora_weights",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "megatron_core",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "velora_config",
-        "qalora_group_size",
-        "runtime_config",
-        "target_parameters",
-        "ensure_weight_tying",
-        "alora_invocation_tokens",
-        "alora_invocation_string",
-        "invocation_string",
-    ]
+    (
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        # the delta, and what it is for
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"),
+        *("target_parameters", "layers_to_transform", "layers_pattern"),
+        *("alora_invocation_tokens", "alora_invocation_string", "invocation_string"),
+        # training, and how it began
+        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("velora_config", "ensure_weight_tying", "inference_mode", "runtime_config"),
+        # of what must be off
+        *("megatron_core", "qalora_group_size"),
+    )
 )
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -349,8 +349,8 @@ class ServeConfig(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        *others: Any,
+        **named: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags come as init; `load` puts the file below the environment."""
         return init_settings, env_settings

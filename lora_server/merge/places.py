@@ -45,7 +45,7 @@ def find_places(checkpoint: Checkpoint, adapter: Adapter) -> list[MatrixPlace]:
         for tensor in checkpoint.tensors
         if (target := weight_target(tensor.name, spec)) is not None and target.site in sites
         for place in _places(tensor, checkpoint.weight_files[tensor.file], target, spec)
-        if _changes(adapter, place)
+        if _changed(adapter, place.site, place.expert, place.sections)
     ]
     found = {(place.site, place.expert, section.name) for place in places for section in place.sections}
     for site in adapter.sites():
@@ -63,10 +63,6 @@ def find_places(checkpoint: Checkpoint, adapter: Adapter) -> list[MatrixPlace]:
 def _changed(adapter: Adapter, site: Site, expert: int, sections: Sequence[Section]) -> list[Section]:
     parts = adapter.parts(site, expert)
     return [one for one in sections if any(part.out_begin < one.end and one.begin < part.out_end for part in parts)]
-
-
-def _changes(adapter: Adapter, place: MatrixPlace) -> bool:
-    return bool(_changed(adapter, place.site, place.expert, place.sections))
 
 
 def _places(tensor: TensorEntry, file: str, target: Target, spec: ModelSpec) -> Iterator[MatrixPlace]:

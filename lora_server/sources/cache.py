@@ -99,10 +99,8 @@ class DiskCache:
             ) from error
         self.directory = directory
         self.evictions = 0  # by this object
-        self._listed: tuple[int, list[CachedAdapter]] = (
-            0,
-            [],
-        )  # when the directory was changed last, and what it had then
+        # when the directory was changed last, and what it had then
+        self._listed: tuple[int, list[CachedAdapter]] = 0, []
 
     def take(self, version: str) -> Lease | None:
         """Lease a version that is in the cache."""

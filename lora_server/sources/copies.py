@@ -96,7 +96,8 @@ class Copies:
         files = [one for one in path.iterdir() if is_watched(one.name) and one.is_file()]
         nbytes = sum(one.stat().st_size for one in files)
         try:
-            self._check_room(nbytes)
+            if nbytes > shutil.disk_usage(self._directory).free:
+                raise self._no_room(nbytes)
             coming.mkdir(mode=0o700)
             for one in files:
                 shutil.copyfile(one, coming / one.name)
@@ -125,10 +126,6 @@ class Copies:
         if found != version:
             raise AdapterSourceError(f"adapter source {path}: its files were changed while they were copied; try again")
         return adapter.stamp
-
-    def _check_room(self, nbytes: int) -> None:
-        if nbytes > shutil.disk_usage(self._directory).free:
-            raise self._no_room(nbytes)
 
     def _no_room(self, nbytes: int) -> AdapterSourceError:
         free = shutil.disk_usage(self._directory).free

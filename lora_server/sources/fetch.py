@@ -31,8 +31,8 @@ class FetchCounters:
 
     fetches: int = 0
     fetched_bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
+    fetch_seconds: float = 0.0
+    fetch_failures: int = 0
 
 
 class DiskUse(NamedTuple):
@@ -100,7 +100,7 @@ class Fetcher:
                 self._count(nbytes, time.monotonic() - began)
         except Exception as error:
             with self._lock:
-                self.counters.failures += 1
+                self.counters.fetch_failures += 1
             if isinstance(error, AdapterError):
                 prefix = f"adapter source {url}: "
                 raise type(error)(str(error) if url in str(error) else prefix + str(error)) from error
@@ -109,22 +109,14 @@ class Fetcher:
 
     def use(self) -> DiskUse:
         """Return what metrics report."""
-        counters, cache = self.counters, self.cache
-        return DiskUse(
-            cache.nbytes(),
-            cache.capacity,
-            counters.fetches,
-            counters.fetched_bytes,
-            counters.seconds,
-            counters.failures,
-            cache.evictions,
-        )
+        nbytes, total_bytes, evictions = self.cache.nbytes(), self.cache.capacity, self.cache.evictions
+        return DiskUse(bytes=nbytes, total_bytes=total_bytes, evictions=evictions, **vars(self.counters))
 
     def _count(self, nbytes: int, seconds: float) -> None:
         with self._lock:
             self.counters.fetches += bool(nbytes)
             self.counters.fetched_bytes += nbytes
-            self.counters.seconds += seconds if nbytes else 0.0
+            self.counters.fetch_seconds += seconds if nbytes else 0.0
 
     def _cached(self, version: str) -> Lease | None:
         """Lease a version from the cache. Files that were touched are checked again, and discarded if they changed."""
