@@ -57,19 +57,17 @@ def check(address: str) -> Iterator[Finding]:
         yield from server_findings(address, reply, asked, time.time())
         session = RemoteServer(address, links=False).join(SECONDS)
         try:
-            reached = [_port(endpoint, _node(reply, endpoint.shard)) for endpoint in session.endpoints]
+            nodes = {row.shard: row.node for row in reply.shards}
+            reached = [_port(endpoint, nodes.get(endpoint.shard, 0)) for endpoint in session.endpoints]
             yield from reached
         finally:
             session.leave()
         if all(finding.state == "ok" for finding in reached):
             yield from _paths(address, directory)
     except LoraServerError as error:
-        away = isinstance(error, ServerUnavailableError)
-        cure = (
-            "start it, or give its address by --server"
-            if away
-            else "see `lora-server status`, and docs/troubleshooting.md"
-        )
+        cure = "see `lora-server status`, and docs/troubleshooting.md"
+        if isinstance(error, ServerUnavailableError):
+            cure = "start it, or give its address by --server"
         yield failed("server", str(error), cure)
     finally:
         directory.close()
@@ -90,10 +88,6 @@ def server_findings(address: str, reply: pb.StatusReply, asked: float, answered:
         yield ok("clock", text)
     if not reply.ready:
         yield warning("server", f"not ready: {reply.reason}", "see `lora-server status`")
-
-
-def _node(reply: pb.StatusReply, shard: int) -> int:
-    return next((row.node for row in reply.shards if row.shard == shard), 0)
 
 
 def _port(endpoint: pb.Endpoint, node: int) -> Finding:

@@ -70,8 +70,6 @@ def make_shared_outer(
     *,
     lora_rank: int,
     seed: int,
-    alpha: float | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a shared-outer adapter: 3-D tensors, in which gate/up share A and down shares B among experts."""
     experts, ffn, hidden = _experts(model), _ffn(model), model.config.hidden_size
@@ -86,8 +84,8 @@ def make_shared_outer(
             prefix = f"base_model.model.model.layers.{layer}.mlp.experts.{name}"
             tensors[f"{prefix}.lora_A.weight"] = _random_a((a_experts, lora_rank, width), generator)
             tensors[f"{prefix}.lora_B.weight"] = _random_b((b_experts, rows, lora_rank), generator)
-    config = {"r": lora_rank, "lora_alpha": 2 * lora_rank if alpha is None else alpha}
-    write_adapter(path, tensors, {**config, "target_modules": ["w1", "w2", "w3"]}, dtype)
+    config = {"r": lora_rank, "lora_alpha": 2 * lora_rank, "target_modules": ["w1", "w2", "w3"]}
+    write_adapter(path, tensors, config)
 
 
 def write_adapter(
@@ -109,17 +107,10 @@ def _weights(path: str | Path) -> Path:
 def _write_with_peft(
     model: PreTrainedModel, path: Path, settings: dict[str, Any], targets: str, seed: int, dtype: torch.dtype | None
 ) -> None:
-    from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file, save_file
 
     modules, parameters = _peft_targets(model, targets)
-    with warnings.catch_warnings():
-        # PEFT says that patterns which match a parameter match no module.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        config = LoraConfig(
-            task_type="CAUSAL_LM", target_modules=modules, target_parameters=parameters or None, **settings
-        )
-        peft_model = get_peft_model(copy.deepcopy(model), config)
+    peft_model = with_lora(model, target_modules=modules, target_parameters=parameters or None, **settings)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in peft_model.named_parameters():
@@ -130,6 +121,16 @@ def _write_with_peft(
     peft_model.save_pretrained(path, save_embedding_layers=False)
     if dtype is not None:
         save_file({key: tensor.to(dtype) for key, tensor in load_file(_weights(path)).items()}, _weights(path))
+
+
+def with_lora(model: PreTrainedModel, **settings: Any) -> Any:
+    """Return a copy of the model with a new LoRA of PEFT's; `settings` are fields of its config."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        # PEFT says that patterns which match a parameter match no module.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return get_peft_model(copy.deepcopy(model), LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
 def _peft_targets(model: PreTrainedModel, targets: str) -> tuple[list[str], list[str]]:

@@ -5,8 +5,6 @@ They are trained here, in seconds, to recite four answers each, so that a person
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_server.demo import tiny
+from lora_server.demo.files import with_lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,19 +69,15 @@ def make_model(path: Path, **overrides: Any) -> PreTrainedModel:
 
 def make_adapter(model: PreTrainedModel, style: str, path: Path) -> None:
     """Train a LoRA of all sites to answer in one of STYLES; PEFT writes it to `path`."""
-    from peft import LoraConfig, get_peft_model
-
-    with warnings.catch_warnings(), torch.random.fork_rng():
+    with torch.random.fork_rng():
         torch.manual_seed(0)
-        warnings.simplefilter("ignore", RuntimeWarning)  # as in lora_server.demo.files
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
+        adapted = with_lora(
+            model,
             r=LORA_RANK,
             lora_alpha=2 * LORA_RANK,
             target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         )
-        adapted = get_peft_model(copy.deepcopy(model), config)
     trained = [weight for name, weight in adapted.named_parameters() if ".lora_" in name]
     _train(adapted, STYLES[style], trained, 4e-3)
     adapted.save_pretrained(path, save_embedding_layers=False)

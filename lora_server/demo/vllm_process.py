@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from lora_server.address import Address
 from lora_server.demo import children
 from lora_server.errors import ConfigError, ServerUnavailableError
 
@@ -98,11 +98,9 @@ def _answers(address: str) -> bool:
 
 def require_free(address: str) -> None:
     """Check that the port is free; raises ConfigError, since another listener would look like vLLM."""
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            cure = "stop what listens there, or give another (make: PORT=, else --port)"
-            raise ConfigError(f"port {port}: {error.strerror}; {cure}") from None
+    place = Address.parse(address)
+    try:
+        place.listen(1).close()
+    except OSError as error:
+        cure = "stop what listens there, or give another (make: PORT=, else --port)"
+        raise ConfigError(f"port {place.port}: {error.strerror}; {cure}") from None
