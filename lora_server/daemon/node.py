@@ -25,7 +25,7 @@ from lora_server.daemon import processes
 from lora_server.daemon.checks import check_start, node_secret
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.forks import ForkServer
-from lora_server.daemon.guard import hold_port
+from lora_server.daemon.guard import cannot_listen, hold_port
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.node_stream import NodeStream
 from lora_server.daemon.placements import NodeShards, OnFatal
@@ -214,10 +214,7 @@ def _own_address(listen: Address) -> str:
                 failure = error
     except OSError as error:
         failure = error
-    raise ConfigError(
-        f"--listen {listen}: cannot listen there ({failure.strerror if failure else 'no address'}); expected a name "
-        "or an address of this host, such as 127.0.0.1, or 0.0.0.0 for all of them"
-    ) from failure
+    raise cannot_listen("--listen", listen, failure or OSError("no address")) from failure
 
 
 def _towards(controllers: ControllerList, seconds: float, stop: threading.Event) -> str:

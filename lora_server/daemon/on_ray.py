@@ -127,14 +127,11 @@ class RayServer:
     def watch(self, stop: threading.Event) -> None:
         """Wait until `stop` is set. Raises LoraServerError if a node refuses its settings."""
         log.info("nodes started on Ray", name=self._name, nodes=self._config.nodes, controller=self._controller())
-        self._warn_of_niceness()
+        if any(self._ask("niceness")):
+            log.warning("Ray runs the nodes behind every other process; start it with RAY_worker_niceness=0")
         while not stop.wait(LOOK_SECONDS):
             if any(self._ask("is_hopeless")):
                 raise LoraServerError("--launcher ray: a node refuses its settings; see its error above")
-
-    def _warn_of_niceness(self) -> None:
-        if any(self._ask("niceness")):
-            log.warning("Ray runs the nodes behind every other process; start it with RAY_worker_niceness=0")
 
     def _ask(self, method: str) -> list[Any]:
         """Return what the nodes answer, but for those whose host is away: Ray starts their actors again."""

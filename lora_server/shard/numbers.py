@@ -28,7 +28,7 @@ from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
 from lora_server.shard.coordination import StageRole, new_badge
 from lora_server.timings import Timings
-from lora_server.transport.unauthenticated import accept_user
+from lora_server.transport.unauthenticated import accept_user, listen_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Numbers
 
@@ -47,11 +47,7 @@ class KernelLeader(StageRole):
         self._tables: dict[socket.socket, Memory] = {}
         self._lead()
         self._unauthenticated: dict[socket.socket, float] = {}  # deadline of each
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.bind(str(path))
-        path.chmod(0o600)
-        self._server.listen(MAX_FOLLOWERS)
-        self._server.setblocking(False)
+        self._server = listen_user(path, MAX_FOLLOWERS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._stopping = threading.Event()

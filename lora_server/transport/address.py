@@ -70,7 +70,7 @@ def _polled(sock: Stream, event: int, seconds: float) -> bool:
 
 def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
     while_taken = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_is_taken),
+        retry=tenacity.retry_if_exception(lambda error: getattr(error, "errno", 0) == errno.EADDRINUSE),
         stop=tenacity.stop_after_delay(TAKEN_SECONDS),
         wait=tenacity.wait_fixed(RETRY_SECONDS),
         reraise=True,
@@ -83,7 +83,3 @@ def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
             f"--data-port-base: cannot listen at {where}:{port.number} for {port.owner} ({reason}); expected it free: "
             "end what listens there, or choose another base"
         ) from error
-
-
-def _is_taken(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE

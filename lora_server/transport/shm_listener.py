@@ -21,7 +21,7 @@ from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Mirror, Port, pin
 from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.shm import ShmConnection, create_memory
-from lora_server.transport.unauthenticated import accept_user
+from lora_server.transport.unauthenticated import accept_user, listen_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
@@ -114,11 +114,7 @@ class ShmListener:
         park.require_total_store_order()
         self._port, self._path, self._device = port, path, device
         self._shaking: list[_ShmPeer] = []
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.bind(str(path))
-        path.chmod(0o600)
-        self._server.listen(64)
-        self._server.setblocking(False)
+        self._server = listen_user(path, 64)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._waker, wakee = socket.socketpair()

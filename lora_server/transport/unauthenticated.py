@@ -11,6 +11,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from lora_server.clock import SYSTEM, Clock
@@ -108,6 +109,16 @@ class Acceptor(Generic[_P]):
         """Stop counting a peer that has proved itself, or was closed."""
         with contextlib.suppress(ValueError):
             self.peers.remove(peer)
+
+
+def listen_user(path: Path, backlog: int) -> socket.socket:
+    """Listen, without blocking, on a Unix socket that only this user's processes may connect to. Raises OSError."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(str(path))
+    path.chmod(0o600)
+    server.listen(backlog)
+    server.setblocking(False)
+    return server
 
 
 def accept_user(server: socket.socket) -> tuple[socket.socket, int] | None:
