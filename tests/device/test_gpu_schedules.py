@@ -2,85 +2,53 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from lora_server.device.protocol import layout
-from tests.support.gpu import (
-    emulated,
-    gpu_cases,
-    gpu_kernels,
-    gpu_led,
-    gpu_led_cases,
-    gpu_mutants,
-    gpu_schedules,
-    gpu_world,
-)
+from tests.support.gpu import emulated, gpu_mutants, gpu_world
+from tests.support.gpu.gpu_cases import KINDS
 
 pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
 SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
 FEW = 12
-
-
-class Kind(NamedTuple):
-    load: Callable  # of kernels
-    cases: Sequence[Callable]
-    played: int  # schedules, in so many parts
-    parts: int
-    play: Callable = gpu_schedules.play
-
-
-KINDS = {
-    "mapped": Kind(gpu_world.load, gpu_cases.CASES, SCHEDULES // 2, 4),
-    "nvshmem": Kind(functools.partial(gpu_world.load, nvshmem=True), gpu_cases.NETWORK_CASES, SCHEDULES // 2, 4),
-    "e4m3": Kind(functools.partial(gpu_world.load, in_codes=True), gpu_cases.CASES_IN_CODES, SCHEDULES // 4, 1),
-    "led": Kind(gpu_world.load, gpu_led_cases.CASES, SCHEDULES // 4, 1, gpu_led.play),  # of mapped memory
-}
+# schedules of each kind, in so many parts
+PLAYED = {"mapped": (SCHEDULES // 2, 4), "nvshmem": (SCHEDULES // 2, 4)}
+PLAYED |= dict.fromkeys(("e4m3", "led"), (SCHEDULES // 4, 1))
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [pytest.param(kind, case, id=f"{name}-{case.__name__}") for name, kind in KINDS.items() for case in kind.cases],
+    [pytest.param(name, case, id=f"{name}-{case.__name__}") for name, kind in KINDS.items() for case in kind.cases],
 )
 def test_case(kind, case):
-    case(kind.load())
+    case(KINDS[kind].load())
 
 
-def play(kind: Kind, seeds: range) -> None:
-    library, total = kind.load(), Counter[str]()
+def play(kind: str, seeds: range) -> None:
+    library, total = KINDS[kind].load(), Counter[str]()
     for seed in seeds:
         try:
-            total.update(kind.play(seed, library))
+            total.update(KINDS[kind].play(seed, library))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert total["steps"] > 5 * len(seeds) and total["launches"] > len(seeds), total
 
 
-@pytest.mark.parametrize(
-    ("source", "case"),
-    [pytest.param(name, case, id=case.__name__) for name, cases in gpu_kernels.CASES.items() for case in cases],
-)
-def test_kernel_alone(source, case):
-    case(gpu_kernels.load(source))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAYED)
 def test_seeded_schedules(kind):
     """With memory that is mapped, with NVSHMEM's PEs, mapped or beyond a network, in 8 bits, and in leader mode."""
-    play(KINDS[kind], range(FEW))
+    play(kind, range(FEW))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "part"), [(name, part) for name, kind in KINDS.items() for part in range(kind.parts)])
+@pytest.mark.parametrize(("kind", "part"), [(kind, i) for kind, (_, parts) in PLAYED.items() for i in range(parts)])
 def test_more_seeded_schedules(kind, part):
-    kind = KINDS[kind]
-    play(kind, range(FEW + part, max(kind.played, 2 * FEW), kind.parts))
+    played, parts = PLAYED[kind]
+    play(kind, range(FEW + part, max(played, 2 * FEW), parts))
 
 
 def test_every_sabotage_has_its_place():

@@ -53,7 +53,7 @@ def launch_bounds(text: str, warps: int) -> dict[str, int]:
 
 @cache
 def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
-    texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
+    texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}  # before the kernels' own
     return read_source(name, FILES | texts | dict(instead)) + (EMULATOR / "run.cpp").read_text()
 
 

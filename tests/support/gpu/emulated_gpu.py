@@ -38,10 +38,8 @@ def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lo
     own = "struct BlockMemory {};" if name == "link.cu" else ""
     count = f'extern "C" int memory_bytes() {{ return static_cast<int>(sizeof({MEMORY[name]})); }}'
     beyond = f'#define NVSHMEM {int(nvshmem)}\n#include "{name}"\n{own}\n{count}\n'
-    kernels = {name: text for name, text in source.FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
-    files = kernels | {f"live-{name}": beyond}
-    variant = VARIANTS.get(name, ROUTE)
-    return emulated.library(f"live-{name}", variant, files), threading.Lock()
+    live = f"live-{name}"
+    return emulated.library(live, VARIANTS.get(name, ROUTE), {live: beyond}), threading.Lock()
 
 
 def compile_all(nvshmem: bool = False, in_codes: bool = False) -> None:

@@ -1,6 +1,11 @@
-"""The cases of each kind of kernels: what a schedule seldom meets."""
+"""The kinds of kernels, and the cases of each: what a schedule seldom meets."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from tests.support.gpu import gpu_check_cases as check
+from tests.support.gpu import gpu_kernels, gpu_led, gpu_led_cases, gpu_schedules, gpu_world
 from tests.support.gpu import gpu_link_cases as link
 from tests.support.gpu import gpu_lookups as lookups
 from tests.support.gpu import gpu_serve_cases as serve
@@ -43,3 +48,20 @@ CASES_IN_CODES = (
     check.scales_are_those_that_were_checked,
     check.every_check_has_its_refusal,
 )
+
+
+class Kind(NamedTuple):
+    """Kernels that are compiled alike, and what plays them."""
+
+    load: Callable  # takes other texts for some files
+    cases: Sequence[Callable]
+    play: Callable | None = gpu_schedules.play  # a schedule
+
+
+KINDS = {
+    "mapped": Kind(gpu_world.load, CASES),
+    "nvshmem": Kind(partial(gpu_world.load, nvshmem=True), NETWORK_CASES),
+    "e4m3": Kind(partial(gpu_world.load, in_codes=True), CASES_IN_CODES),
+    "led": Kind(gpu_world.load, gpu_led_cases.CASES, gpu_led.play),  # of mapped memory
+}
+KINDS |= {source: Kind(partial(gpu_kernels.load, source), cases, None) for source, cases in gpu_kernels.CASES.items()}

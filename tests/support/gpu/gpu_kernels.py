@@ -17,7 +17,7 @@ from kernels_cuda.ops import Pair, Segment, Step, stack
 from lora_server.transport import e4m3
 from lora_server.wire import slot
 from tests.support.gpu import emulated
-from tests.support.gpu.gpu_world import World, address
+from tests.support.gpu.gpu_world import World, address, of_worlds
 from tests.support.packed import PackedStep, pack_step
 
 VARIANT = Variant(bulk_copy=True, warps=3)
@@ -28,11 +28,7 @@ WIDTH, TOP_K = 40, 2
 
 def load(source: str, instead: Mapping[str, str] | None = None) -> ctypes.CDLL:
     own = {path.name: path.read_text() for path in emulated.EMULATOR.glob("*.cu")}
-    library = emulated.library(source, VARIANT, own | dict(instead or {}))
-    library.has_heaps = library.in_codes = False
-    library.world_now.restype = ctypes.c_uint64
-    library.world_failure.restype = ctypes.c_char_p
-    return library
+    return of_worlds(emulated.library(source, VARIANT, own | dict(instead or {})))
 
 
 def launched(world: World, kernel: str, values: list[int], grid: int) -> int:

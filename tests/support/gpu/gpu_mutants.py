@@ -7,13 +7,12 @@ missing: the exit status says so.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -45,29 +44,19 @@ def looks(mutant: Mutant) -> dict[str, Callable[[Mapping[str, str]], None]]:
 
 def tries(mutant: Mutant) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the attempts to catch it: checks of text, then the cases of each kind, then schedules."""
+    from tests.support.gpu.gpu_cases import KINDS
+
     instead = mutated(mutant)
     for kind, look in looks(mutant).items():
         yield kind, partial(look, instead)
     schedules = []
     for kind in mutant.kinds if not looks(mutant) else ():
-        library, cases, play = played(kind, instead)
-        for case in cases:
+        library, play = KINDS[kind].load(instead), KINDS[kind].play
+        for case in KINDS[kind].cases:
             yield f"case {case.__name__} ({kind})", partial(case, library)
         if play:
             schedules += [(f"schedule {seed} ({kind})", partial(play, seed, library)) for seed in range(SCHEDULES)]
     yield from schedules
-
-
-def played(kind: str, instead: Mapping[str, str]) -> tuple[ctypes.CDLL, Sequence[Callable], Callable | None]:
-    """The kernels, the cases that play them, and what plays a schedule."""
-    from tests.support.gpu import gpu_cases, gpu_kernels, gpu_led, gpu_led_cases, gpu_schedules, gpu_world
-
-    if kind in gpu_kernels.CASES:
-        return gpu_kernels.load(kind, instead), gpu_kernels.CASES[kind], None
-    if kind == "led":
-        return gpu_world.load(instead), gpu_led_cases.CASES, gpu_led.play
-    cases = {"nvshmem": gpu_cases.NETWORK_CASES, "e4m3": gpu_cases.CASES_IN_CODES, "mapped": gpu_cases.CASES}[kind]
-    return gpu_world.load(instead, kind == "nvshmem", kind == "e4m3"), cases, gpu_schedules.play
 
 
 def judge(mutant: Mutant) -> str:

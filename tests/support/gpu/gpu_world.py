@@ -11,7 +11,6 @@ import numpy as np
 
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.residency import LANES, ThreadBlock, fit
-from lora_server.device.protocol.source import FILES
 from tests.support.gpu import emulated
 
 
@@ -79,7 +78,6 @@ class Room:
 
 VARIANT = Variant(bulk_copy=True, warps=2)
 SOURCE = (emulated.EMULATOR / "world.cu").read_text()
-KERNELS = {name: text for name, text in FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
 SHARED_BYTES = 4 << 20
 PES, HEAP_BYTES = 7, 192 << 10
 LINE = 128
@@ -93,11 +91,16 @@ class Stuck(AssertionError):
 def load(instead: Mapping[str, str] | None = None, nvshmem: bool = False, in_codes: bool = False) -> ctypes.CDLL:
     """The compiled kernels; `instead` has other texts for some files. in_codes: rows have 8 bits."""
     text = f"#define NVSHMEM {int(nvshmem)}\n#define WIRE_E4M3 {int(in_codes)}\n{SOURCE}"
-    library = emulated.library("world.cu", VARIANT, KERNELS | {"world.cu": text} | dict(instead or {}))
-    library.has_heaps, library.in_codes = nvshmem, in_codes
+    library = emulated.library("world.cu", VARIANT, {"world.cu": text} | dict(instead or {}))
+    library.layout_name.restype = ctypes.c_char_p
+    return of_worlds(library, nvshmem, in_codes)
+
+
+def of_worlds(library: ctypes.CDLL, has_heaps: bool = False, in_codes: bool = False) -> ctypes.CDLL:
+    """Tell ctypes, and `World`, what a library has."""
+    library.has_heaps, library.in_codes = has_heaps, in_codes
     library.world_now.restype = ctypes.c_uint64
     library.world_failure.restype = ctypes.c_char_p
-    library.layout_name.restype = ctypes.c_char_p
     return library
 
 
