@@ -34,7 +34,6 @@ def play(
         running_server(scratch / "log", [*flags, "--coordination", mode]) as server,
         Fleet(load, server.address, scratch, (transport, transport)) as fleet,
     ):
-        fleet.all_right_again(now(), START_SECONDS)
         before = held(server)
         for event in events:
             counted = fleet.outcomes()

@@ -9,7 +9,7 @@ import pytest
 
 from lora_server.demo import children
 from lora_server.demo.launch import free_ports, running_server
-from tests.support.fleet import Fleet, now
+from tests.support.fleet import Fleet
 from tests.support.provision import provision, typed
 from tests.support.serving import HANG_SECONDS, flags, status, stop, until
 
@@ -30,7 +30,6 @@ def test_a_server_is_brought_to_the_gpus_that_it_is_to_have(load, tmp_path, plan
         running_server(tmp_path / "log", flags(load, "--layout", "ep1-pp1")) as server,
         Fleet(load, server.address, tmp_path, ("shm",)) as fleet,
     ):
-        fleet.all_right_again(now())
         own = typed(server=server.http, plan=plan, serve=port, seconds=1, listen=server.address, min_gpus=2)
         command = [sys.executable, "-m", "provisioning", "watch", *own, "--act"]
 
@@ -50,8 +49,7 @@ def test_a_server_is_brought_to_the_gpus_that_it_is_to_have(load, tmp_path, plan
                 process.kill()
         assert process.returncode == 0, errors
         assert '"event": "resize"' in said and "failure" not in said
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
         assert stop(server) == 0
 
 

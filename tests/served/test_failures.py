@@ -212,7 +212,6 @@ def test_engines_do_not_notice_that_a_controller_is_killed(load, server, tmp_pat
 
     weights = lambda: [shard.stats.weight_bytes for shard in status(server.address).shards]  # noqa: E731
     with Fleet(load, server.address, tmp_path, ("shm", "tcp")) as fleet:
-        fleet.all_right_again(now())
         before = status(server.address)
         nbytes = weights()
         killed = now()

@@ -8,7 +8,7 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.adapters import CONFIG, WEIGHTS
 from lora_server.demo.engine import generate
-from tests.support.fleet import Fleet, now
+from tests.support.fleet import Fleet
 from tests.support.serving import (
     HANG_SECONDS,
     Nodes,
@@ -112,14 +112,12 @@ def test_a_drained_node_is_restarted_under_load_and_no_request_fails(nodes, tmp_
     """As docs/operations.md and deploy/README.md say: drain, restart, look at `status`, admit again."""
     address = nodes.first.address
     with Fleet(nodes.load, address, tmp_path, ("shm", "tcp"), timeout=HANG_SECONDS) as fleet:
-        fleet.all_right_again(now())
         pids = [shard.pid for shard in status(address).shards]
         assert cli("drain", "--server", address).returncode == 0
         nodes.restart(rank)
         until(lambda: states(address) == {"up"}, "every shard is up")
         assert cli("drain", "--undo", "--server", address).returncode == 0
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
         changed = [old != shard.pid for old, shard in zip(pids, status(address).shards, strict=True)]
         assert changed == ([True, True, False, False] if rank == 0 else [False, False, True, True])
 

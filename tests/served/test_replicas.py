@@ -76,13 +76,11 @@ def nodes(tmp_path_factory, load):
 def undisturbed(nodes, load, scratch):
     """Engines by shared memory and by TCP, that see no failure while the block runs, and use all shards after it."""
     with Fleet(load, nodes.first.address, scratch, ("shm", "tcp")) as fleet:
-        fleet.all_right_again(now())
         nodes.wait_spread()
         yield fleet
         until(lambda: nodes.degraded() == "", "the twin is back")
         nodes.wait_spread()
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
 
 
 def test_clients_are_spread_over_replicas(nodes, load, tmp_path):
@@ -288,7 +286,6 @@ def test_a_killed_controller_finds_both_replicas_again(nodes, load, tmp_path):
 
 def test_both_twins_gone_is_a_typed_error_until_one_is_back(nodes, load, tmp_path):
     with Fleet(load, nodes.first.address, tmp_path, ("shm", "tcp")) as fleet:
-        fleet.all_right_again(now())
         stopped = [nodes.shards()[shard].pid for shard in (1, 3)]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)

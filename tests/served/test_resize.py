@@ -28,10 +28,8 @@ def engines(load, tmp_path, *more):
     """A server with the adapters of the workload, and engines that hold them all, by shared memory and by TCP."""
     with running_server(tmp_path / "log", flags(load, *more)) as server:
         with Fleet(load, server.address, tmp_path, ("shm", "tcp")) as fleet:
-            fleet.all_right_again(now())
             yield server, fleet
-            fleet.all_right_again(now())
-            assert set(fleet.check()) == {"right"}
+            fleet.check_all_right()
         assert stop(server) == 0
 
 
@@ -114,17 +112,12 @@ def test_stages_that_follow_a_leader_are_resized_as_well(load, tmp_path):
 
 def test_engines_that_are_away_during_the_whole_resize_join_again(load, tmp_path):
     """One is stopped, the other does not reach the controller. Until it does, what it gets are typed errors."""
-    for name in ("stopped", "cut off"):
-        (tmp_path / name).mkdir()
     with (
         running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1", "--lease-seconds", "2")) as server,
         Relay(server.address) as relay,
         Fleet(load, server.address, tmp_path / "stopped", ("shm",)) as stopped,
         Fleet(load, relay.address, tmp_path / "cut off", ("tcp",), timeout=5.0) as cut_off,
     ):
-        fleets = stopped, cut_off
-        for fleet in fleets:
-            fleet.all_right_again(now())
         (engine,) = stopped.engines
         engine.process.send_signal(signal.SIGSTOP)
         relay.cut()
@@ -134,6 +127,6 @@ def test_engines_that_are_away_during_the_whole_resize_join_again(load, tmp_path
         assert not status(server.address).clients, "their leases are over"
         engine.process.send_signal(signal.SIGCONT)
         relay.mend()
-        for fleet in fleets:
+        for fleet in (stopped, cut_off):
             fleet.all_right_again(now())
             assert fleet.check()["right"]

@@ -31,10 +31,8 @@ def running(load, tmp_path, count):
 @contextlib.contextmanager
 def no_request_fails(load, nodes, tmp_path):
     with Fleet(load, nodes.all[0].address, tmp_path, ("shm", "tcp")) as fleet:
-        fleet.all_right_again(now())
         yield fleet
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
 
 
 def resized(nodes, layout, generation):

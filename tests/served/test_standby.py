@@ -183,7 +183,6 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
     ask(pair.address, "Add", name="held", uri=str(load.paths["qv"]))
     leases = AdapterLeases(Settings(pair.address, timeout_seconds=HANG_SECONDS), lambda text: ())
     with contextlib.closing(leases), Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        fleet.all_right_again(now())
         leases.hold("before", "held", ())
         until(lambda: leases.is_ready("before"), "it is admitted")
         with attach(load.model, pair.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(["held"]):
@@ -204,8 +203,7 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
             until(lambda: listed(pair.address)["held"].holders == 2, "both clients said what they hold")
             assert generates(load, "qv")
             until(lambda: pair.changes("Add", name="late", uri=str(load.paths["qv"])), "changes are possible")
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
     assert pair.wait_settled() == (standby, leader)
     assert {"held", "late"} <= set(listed(standby.address))
     for name in ("held", "late"):
@@ -215,7 +213,6 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
 def test_a_standby_leads_the_layout_that_the_server_was_resized_to(pair, load, tmp_path):
     leader, standby = pair.wait_settled()
     with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        fleet.all_right_again(now())
         done = resize(pair.address, "ep1-pp2")
         assert done.returncode == 0, done.stderr
         before = server_status(pair.address)
@@ -227,8 +224,7 @@ def test_a_standby_leads_the_layout_that_the_server_was_resized_to(pair, load, t
         assert pair.wait_settled() == (standby, leader)
         done = resize(pair.address, "ep2-pp1")
         assert done.returncode == 0, done.stderr
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
 
 
 @pytest.mark.long
@@ -244,7 +240,6 @@ def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pa
             outcome.append(error)
 
     with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        fleet.all_right_again(now())
         stopped.suspend()
         late = threading.Thread(target=add_late)
         try:
@@ -256,8 +251,7 @@ def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pa
             stopped.resume()
         all_gone([stopped])
         late.join(HANG_SECONDS)
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
     assert isinstance(outcome[0], LoraServerError)
     assert pair.wait_settled() == (standby, leader)
     assert "after" in listed(pair.address) and "stale" not in listed(pair.address)
@@ -269,7 +263,6 @@ def test_a_leader_that_is_cut_off_from_the_database_ends_once_the_other_leads(pa
     leader, standby = pair.wait_settled()
     index = pair.addresses.index(leader.address)
     with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        fleet.all_right_again(now())
         before = psutil.Process(server_status(pair.address).pid)
         pair.cut_off(index)
         try:
@@ -288,7 +281,6 @@ def test_a_leader_that_is_cut_off_from_the_database_ends_once_the_other_leads(pa
 def test_a_leader_goes_on_while_the_database_is_away_for_both(pair, load, tmp_path):
     leader, _ = pair.wait_settled()
     with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        fleet.all_right_again(now())
         pid = server_status(pair.address).pid
         pair.cut_off(0, 1)
         try:
@@ -302,8 +294,7 @@ def test_a_leader_goes_on_while_the_database_is_away_for_both(pair, load, tmp_pa
                 pair.connect(index)
         until(lambda: pair.changes("Add", name="x", uri=str(load.paths["qv"])), "changes are possible again")
         until(lambda: pair.changes("Remove", name="x"), "likewise")
-        fleet.all_right_again(now())
-        assert set(fleet.check()) == {"right"}
+        fleet.check_all_right()
 
 
 @pytest.mark.long
@@ -326,7 +317,6 @@ def test_the_death_of_node_0_fails_no_request_where_there_are_a_standby_and_a_re
         standby = pair.start(1)
         assert pair.wait_settled() == (node, standby)
         with Fleet(load, pair.address, tmp_path, ("shm", "tcp")) as fleet:
-            fleet.all_right_again(now())
             kill(pair.all.pop(0))
             until(lambda: ready(standby.address), "the standby leads, with one of the twins each")
             assert server_status(pair.address).degraded == "shards [0, 1] are down; their twins serve"
@@ -335,8 +325,7 @@ def test_the_death_of_node_0_fails_no_request_where_there_are_a_standby_and_a_re
             node = pair.start(0)
             until(lambda: not server_status(pair.address).degraded, "the twins are back")
             assert pair.wait_settled() == (standby, node)
-            fleet.all_right_again(now())
-            assert set(fleet.check()) == {"right"}
+            fleet.check_all_right()
 
 
 @pytest.mark.long
@@ -344,7 +333,6 @@ def test_a_standby_that_leads_in_the_middle_of_a_resize_undoes_it_before_engines
     """On two nodes, of which the second is late with its new shards. No request fails."""
     with two_nodes(tmp_path, load, postgres) as (pair, other):
         with Fleet(load, pair.address, tmp_path, ("shm", "tcp")) as fleet:
-            fleet.all_right_again(now())
             serving = shards(pair.address)
             with resizing(pair, "ep2-pp2") as said:
                 until(lambda: set(children_of(other)) - set(serving), "a new shard of the second node")
@@ -360,22 +348,17 @@ def test_a_standby_that_leads_in_the_middle_of_a_resize_undoes_it_before_engines
             fleet.all_right_again(now())
             done = resize(pair.address, "ep2-pp2")
             assert done.returncode == 0, done.stderr
-            fleet.all_right_again(now())
-            assert set(fleet.check()) == {"right"}
+            fleet.check_all_right()
 
 
 @pytest.mark.long
 def test_a_standby_that_leads_while_engines_move_completes_the_resize(postgres, load, tmp_path):
     """On two nodes. An engine that was stopped meanwhile gets typed errors, and joins again; no other notices."""
-    for name in ("quick", "slow"):
-        (tmp_path / name).mkdir()
     with (
         two_nodes(tmp_path, load, postgres) as (pair, _),
         Fleet(load, pair.address, tmp_path / "quick", ("shm", "tcp")) as quick,
         Fleet(load, pair.address, tmp_path / "slow", ("tcp",)) as slow,
     ):
-        for fleet in (quick, slow):
-            fleet.all_right_again(now())
         serving, (stopped,) = shards(pair.address), slow.engines
         stopped.process.send_signal(signal.SIGSTOP)
         with resizing(pair, "ep2-pp2") as said:

@@ -1,5 +1,6 @@
 """Engine processes that check themselves, and the outcomes of their rounds."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -69,16 +70,21 @@ def start_checking(
 
 
 class Fleet:
-    """`outcomes` counts all rounds by what came of them."""
+    """Engines in a block, at whose begin each has been right. `outcomes` counts all rounds by what came of them."""
 
     def __init__(self, load: Workload, server: str, scratch: Path, transports: tuple[str, ...], **how) -> None:
         self.engines = []
+        scratch.mkdir(exist_ok=True)
         prefixes = how.pop("prefixes", ((),) * len(transports))
         for index, (transport, prefix) in enumerate(zip(transports, prefixes, strict=True)):
             file, own = scratch / f"engine-{index}.json", {"timeout": STEP_SECONDS, "prefix": prefix, **how}
             self.engines.append(start_checking(load, server, file, transport, **own))
 
     def __enter__(self):
+        with contextlib.ExitStack() as late:
+            late.callback(self.__exit__)
+            self.all_right_again(now())
+            late.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -89,6 +95,11 @@ class Fleet:
         """Wait until every engine has had a complete right round after `since`; return how long the slowest took."""
         until(lambda: all(one.right_since(since) for one in self.engines), f"right again: {self.outcomes()}", seconds)
         return max(one.right_since(since) for one in self.engines) - since
+
+    def check_all_right(self) -> None:
+        """Wait until every engine is right again; assert that each round of each was right."""
+        self.all_right_again(now())
+        assert set(self.check()) == {"right"}
 
     def outcomes(self) -> Counter[str]:
         return Counter(one["outcome"] for engine in self.engines for one in list(engine.rounds))
