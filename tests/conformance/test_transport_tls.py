@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 import time
 
 import pytest
@@ -20,6 +19,7 @@ from lora_server.wire.messages import Hello, Order, badge_of
 from tests.support.clocks import VirtualClock
 from tests.support.echo import echo_shard
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD
+from tests.support.relay import Relay
 from tests.support.serving import until
 
 BADGE, HELLO = b"badge" * 8, Hello(1, 1, b"key")
@@ -36,59 +36,11 @@ def shard(tmp_path, clock):
         yield found
 
 
-class Relay:
-    """Passes on what either side sends, and keeps all of it; what `spoils` sends it changes. While `flows` is not set,
-    it holds half of what the shard sends back."""
-
-    def __init__(self, stack, to):
-        self._to, self.heard, self.spoils = to, bytearray(), ""
-        self.flows, self.held = threading.Event(), threading.Event()
-        self.flows.set()
-        self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._threads = []
-        self._start(self._accept)
-        stack.callback(self._end)
-
-    def _start(self, target, *args):
-        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):  # its end
-            while True:
-                near = self._listening.accept()[0]
-                far = socket.create_connection(parse(self._to), SECONDS)
-                self._start(self._carry, near, far, "engine")
-                self._start(self._carry, far, near, "shard")
-
-    def _carry(self, source, target, who):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.heard += data
-                if who == "shard" and not self.flows.is_set():
-                    half = len(data) // 2
-                    target.sendall(data[:half])
-                    self.held.set()
-                    self.flows.wait(SECONDS)
-                    data = data[half:]
-                target.sendall(data if self.spoils != who else data[:-1] + bytes([data[-1] ^ 1]))
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-        source.close()
-
-    def _end(self):
-        self._listening.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(SECONDS)
-            assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_a_wait_that_ended_in_the_middle_of_an_answer_goes_on(kind, tmp_path):
     with contextlib.ExitStack() as stack:
         shard = stack.enter_context(echo_shard(kind, tmp_path))
-        relay = Relay(stack, shard.listener.address)
+        relay = stack.enter_context(Relay(shard.listener.address))
         client = shard.client(1, at=relay.address)
         client.step()
         relay.flows.clear()
@@ -108,7 +60,7 @@ def test_a_relay_between_engine_and_shard_hears_no_row(kind, tmp_path):
     """Without TLS it hears all of them: the relay does listen."""
     with contextlib.ExitStack() as stack:
         shard = stack.enter_context(echo_shard(kind, tmp_path))
-        relay = Relay(stack, shard.listener.address)
+        relay = stack.enter_context(Relay(shard.listener.address))
         client = shard.client(1, at=relay.address)
         assert (client.link.transport, shard.port.connections[0].transport) == (kind, kind)
         said = []
@@ -122,10 +74,10 @@ def test_a_relay_between_engine_and_shard_hears_no_row(kind, tmp_path):
     assert len(relay.heard) > sum(map(len, said))
 
 
-@pytest.mark.parametrize("who", ["engine", "shard"])
+@pytest.mark.parametrize("who", ["client", "server"])
 def test_what_is_changed_on_its_way_is_not_taken(who, shard):
     with contextlib.ExitStack() as stack:
-        relay = Relay(stack, shard.listener.address)
+        relay = stack.enter_context(Relay(shard.listener.address))
         client = shard.client(1, at=relay.address)
         client.step()
         (connection,) = shard.port.connections
@@ -135,7 +87,7 @@ def test_what_is_changed_on_its_way_is_not_taken(who, shard):
             client.link.wait(seq, time.monotonic() + SECONDS)
         client.link.close()
         until(lambda: shard.gone == [(1, 1)], "the shard to let it go")
-        assert connection.served == (1 if who == "engine" else 2)
+        assert connection.served == (1 if who == "client" else 2)
 
 
 def test_a_peer_with_another_certificate_is_no_shard(shard):
@@ -208,7 +160,7 @@ def test_orders_are_encrypted_and_come_from_the_certificate_s_owner_alone():
     with contextlib.ExitStack() as stack:
         leader = OrderSender(BADGE, "127.0.0.1", certificate=certificate)
         stack.callback(leader.close)
-        relay = Relay(stack, leader.address)
+        relay = stack.enter_context(Relay(leader.address))
         known = {"told": certificate.der, "clear": b"", "other": shard_certificate(0).der}
         for name, told in known.items():
             address = relay.address if name == "told" else leader.address
