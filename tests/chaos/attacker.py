@@ -137,12 +137,14 @@ def giant_messages(address: str, count: int) -> None:
                 busy()
 
 
+def nothing() -> Iterator[bytes]:
+    """Send no message, ever."""
+    threading.Event().wait()
+    yield b""
+
+
 def silent_streams(address: str, count: int) -> None:
     """Calls that never send a message, and others when they are ended."""
-
-    def nothing() -> Iterator[bytes]:
-        threading.Event().wait()
-        yield b""
 
     def hold() -> None:
         with open_channel(address) as channel:
@@ -158,11 +160,6 @@ def silent_streams(address: str, count: int) -> None:
 
 def silent_checks(address: str, count: int) -> None:
     """Calls that need no token and never send their message, over few connections; others when they are ended."""
-
-    def nothing() -> Iterator[bytes]:
-        threading.Event().wait()
-        yield b""
-
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(open_channel(address, apart=True)) for _ in range(7)]
         checks = itertools.cycle([one.stream_stream("/grpc.health.v1.Health/Check") for one in channels])

@@ -19,7 +19,7 @@ from client_connector.remote import RemoteServer
 from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
-from tests.chaos.attacker import KINDS, OTHERS
+from tests.chaos.attacker import KINDS, OTHERS, servers
 from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
 from tests.support.fleet import Engine
 from tests.support.serving import descendants, status, until
@@ -126,6 +126,5 @@ def _settled(server: RunningServer, before: tuple[int, int]) -> tuple[int, int]:
 
 def held(server: RunningServer) -> tuple[int, int]:
     """Memory that a server's processes have to themselves, and descriptors; its fork server is not looked at."""
-    reply = status(server.address)
-    family = [psutil.Process(pid) for pid in (server.process.pid, reply.pid, *(shard.pid for shard in reply.shards))]
+    family = [psutil.Process(server.process.pid), *servers(server.address)]
     return sum(one.memory_full_info().uss for one in family), sum(one.num_fds() for one in family)

@@ -15,7 +15,7 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import READY_SECONDS
 from tests.support.cluster import NODES, Cluster, any_fault
 from tests.support.hosts import switch
-from tests.support.serving import HANG_SECONDS, stop, until
+from tests.support.serving import HANG_SECONDS, kill, stop, until
 from tests.support.workload import NEW_TOKENS
 
 FAULTS = int(os.environ.get("LORA_FAULTS", "3"))  # `make test-cluster` sets more
@@ -64,7 +64,7 @@ def test_a_narrow_network_changes_no_token(cluster):
 
 def test_a_host_behind_a_bad_wire_serves_as_well(cluster):
     """1 % of its frames are lost each way, and each takes a millisecond."""
-    cluster.lose(3)
+    kill(cluster.nodes[3])
     cluster.replace(3, cluster.switch.host(loss=0.01, delay_ms=1.0))
     cluster.heals()
 
@@ -82,7 +82,7 @@ def test_a_host_that_is_cut_off_comes_back_by_itself(cluster, who, seconds):
 
 def test_another_host_takes_the_place_of_one_that_died(cluster):
     """Under another address, which engines learn from the server."""
-    cluster.lose(2)
+    kill(cluster.nodes[2])
     before = cluster.shards()
     cluster.replace(2, cluster.switch.host())
     print(f"a host replaced: all right again after {cluster.heals():.1f} s")
@@ -110,7 +110,7 @@ def test_a_host_that_was_replaced_takes_nothing_back(cluster):
 def test_node_0_comes_back_at_its_address(cluster):
     """Shards keep what they have; requests for adapters wait, and none is answered wrongly."""
     before = cluster.shards()
-    cluster.lose(0)
+    kill(cluster.nodes[0])
     cluster.restart_first()
     print(f"node 0 restarted: all right again after {cluster.heals():.1f} s")
     assert cluster.shards()[1:] == before[1:], "no other shard was restarted"

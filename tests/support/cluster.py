@@ -100,10 +100,6 @@ class Cluster:
         """The state of every shard."""
         return [one.state for one in status(self.address).shards]
 
-    def lose(self, rank: int) -> None:
-        """Kill all processes of a node at once, as if its host had gone."""
-        kill(self.nodes[rank])
-
     def stopped(self, rank: int) -> list[psutil.Process]:
         """Stop all processes of a node where they are; returns them."""
         root = psutil.Process(self.nodes[rank].process.pid)
@@ -140,7 +136,7 @@ def any_fault(cluster: Cluster, chance: random.Random) -> str:
         with (chance.choice(cluster.engines_at) if kind == "cut an engine" else cluster.at[rank]).is_cut():
             time.sleep(seconds)
     else:
-        cluster.lose(rank)
+        kill(cluster.nodes[rank])
         if rank:
             cluster.replace(rank, cluster.switch.host() if kind == "replace" else cluster.at[rank])
         else:

@@ -1,10 +1,8 @@
 """Servers that are resized, and what tests look at meanwhile."""
 
-import contextlib
-
 import psutil
 
-from tests.support.serving import cli, status
+from tests.support.serving import cli, descendants, is_gone, name_of, status
 
 
 def resize(address, layout, *more):
@@ -22,9 +20,5 @@ def shards(address):
 
 def children_of(server):
     """The shards' processes of a node."""
-    found = []
-    for one in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if one.name().startswith("lora-shard") and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
-    return found
+    family = descendants(server.process.pid)
+    return [one for one in family if name_of(one).startswith("lora-shard") and not is_gone(one)]

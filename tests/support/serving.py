@@ -121,12 +121,7 @@ def answers(lora: Any, work: Workload, name: str, kind: str = "") -> bool:
 
 def wait_successor(server: RunningServer, pid: int) -> None:
     """Wait until another controller than `pid` has a complete server."""
-
-    def succeeded() -> bool:
-        reply = complete(server.address)
-        return reply is not None and reply.pid != pid
-
-    until(succeeded, "another controller has a complete server")
+    until(lambda: (reply := complete(server.address)) and reply.pid != pid, "another controller has a complete server")
     server.wait_ready()
 
 
@@ -139,14 +134,9 @@ def kill_controller(server: RunningServer) -> None:
 
 def kill_shard(server: RunningServer, shard: int) -> None:
     """SIGKILL a shard; return when another process is up in its place."""
-    before = status(server.address).shards[shard].pid
-    os.kill(before, signal.SIGKILL)
-
-    def replaced() -> bool:
-        reply = complete(server.address)
-        return reply is not None and reply.shards[shard].pid != before
-
-    until(replaced, f"shard {shard} is replaced")
+    pid = status(server.address).shards[shard].pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: (reply := complete(server.address)) and reply.shards[shard].pid != pid, f"shard {shard} is replaced")
 
 
 def stop(server: RunningServer) -> int:
@@ -233,22 +223,23 @@ def name_of(process: psutil.Process) -> str:
         return ""
 
 
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it runs no more; a zombie does not."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def keepers(pid: int) -> list[psutil.Process]:
     """The keepers of a process's children (lora_server/demo/children.py); they are no descendants of it."""
     return [one for one in psutil.process_iter() if command_of(one)[3:5] == [children.__file__, str(pid)]]
 
 
 def all_gone(processes: list[psutil.Process]) -> None:
-    """Wait until none of them runs; a zombie does not."""
-
-    def gone(process: psutil.Process) -> bool:
-        try:
-            return process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
+    """Wait until none of them runs."""
     assert processes
-    until(lambda: all(map(gone, processes)), f"none of {processes} is left")
+    until(lambda: all(map(is_gone, processes)), f"none of {processes} is left")
 
 
 def start_engine(model: str, server: str, *names: str) -> subprocess.Popen[str]:

@@ -5,10 +5,12 @@ import functools
 import re
 
 import pytest
+import typer
 import yaml
 
 from client_connector.serving.settings import ENVIRONMENT, find
 from lora_server import __version__
+from lora_server.cli import app
 from lora_server.config import load
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
@@ -16,7 +18,6 @@ from lora_server.ports import DataPorts
 from lora_server.wire.credentials import TLS_CA, TLS_NAME, TOKEN_FILE
 from tests.support.doc_commands import blocks
 from tests.support.sources import ROOT
-from tests.support.typed import flags_of
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk of .[dev] is not installed")
 kubernetes = pytest.importorskip("kubernetes_validate.utils", reason="kubernetes-validate of .[dev] is not installed")
@@ -97,7 +98,10 @@ def flags(pod, rank, nodes):
     given = {"LWS_GROUP_SIZE": str(nodes), "LWS_WORKER_INDEX": str(rank), "LWS_LEADER_ADDRESS": "lora-0.lora.ml"}
     given["POD_IP"] = "10.0.0.1"
     assert "POD_IP" in {one["name"] for one in found["env"]}
-    return flags_of(re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], text).split("\n"))
+    serve, *typed = re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], text).split("\n")
+    assert serve == "serve"
+    parsed = typer.main.get_command(app).commands[serve].make_context(serve, typed).params
+    return {name: value for name, value in parsed.items() if value is not None and name not in ("config", "help_all")}
 
 
 @functools.cache
