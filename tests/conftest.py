@@ -1,4 +1,4 @@
-"""Every test runs on one thread without gradients; tests marked `cuda` skip where there is no GPU."""
+"""Every test runs on one thread without gradients; tests marked `cuda` or `emulator` skip where they cannot run."""
 
 import os
 
@@ -25,11 +25,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="no NVIDIA GPU here")
-        for item in items:
-            if "cuda" in item.keywords:
-                item.add_marker(skip)
+    from tests.support.gpu.emulated import MISSING
+
+    missing = {"cuda": "" if torch.cuda.is_available() else "no NVIDIA GPU here", "emulator": MISSING}
+    for item in items:
+        for mark, reason in missing.items():
+            if reason and mark in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

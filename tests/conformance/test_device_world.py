@@ -10,15 +10,12 @@ import pytest
 
 from client_connector.remote import RemoteServer
 from lora_server.demo.launch import RunningServer, launch
-from tests.support.gpu import emulated, emulated_gpu, emulated_world
+from tests.support.gpu import emulated_gpu, emulated_world
 from tests.support.gpu.gpu_engine import Engine, EngineProcess, digest_by_host
 from tests.support.serving import HANG_SECONDS, shard_processes, status, until
 from tests.support.workload import workload
 
-pytestmark = [
-    pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING),
-    *(pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)),  # a set-up builds kernels
-]
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]  # it builds kernels
 ADAPTERS = ("fused", "attention", "experts", "qv")
 BATCHES = [("fused",), ("qv", None, "experts"), ("attention", "fused", "fused", None)]
 

@@ -23,7 +23,6 @@ from tests.support.sources import ROOT
 
 SMALL = Variant(bulk_copy=True, warps=2)
 TINY = Model("tiny", 256, 64, 4, 2, 16)
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
 # reference figures at 4.3 TB/s: D, rows per segment, MB of gate_up and down, us of gate_up and of down
 TABLE = {
@@ -83,7 +82,7 @@ def route(*arguments):
     emulated.run("route", routing.arguments(*arguments), SMALL, source="route.cu")
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("site", TINY.sites, ids=lambda site: site.name)
 def test_a_step_of_the_bench_is_right(site):
     """Adapters as the bench packs them, routed and run by the kernels, checked by the bench's own check."""
@@ -103,7 +102,7 @@ def test_a_step_of_the_bench_is_right(site):
     assert ours.sampled_error(draw, adapters, 100, 0) == float("inf")
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("popularity", correctness.POPULARITY)
 @pytest.mark.parametrize("combine", [False, True])
 def test_the_correctness_mode_passes_and_can_fail(popularity, combine):

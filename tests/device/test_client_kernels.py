@@ -17,9 +17,10 @@ from lora_server.device.client.put import Put, PutPlace
 from lora_server.device.protocol.layout import CLIENT
 from lora_server.transport import e4m3
 from lora_server.wire.slot import HEADER_BYTES, OK, ResponseHeader, signal
+from tests.support.bounds import quantised
 from tests.support.gpu import emulated
 
-pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+pytestmark = pytest.mark.emulator
 VARIANT = Variant(bulk_copy=False, warps=2)
 ALONE = {"alone.cu": '#define NVSHMEM 0\n#include "link.cu"\nstruct BlockMemory { LinkMemory its; };'}
 
@@ -233,15 +234,9 @@ def as_kernels_do(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def by_the_host(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = torch.zeros(x_TK.shape, dtype=torch.float8_e4m3fn), torch.zeros(len(x_TK))
-    e4m3.quantise(x_TK, codes, scales)
-    return codes, scales
-
-
 def same_bits(x_TK: torch.Tensor, *found: torch.Tensor) -> None:
     """Codes and scales that were found, or that our kernel makes."""
-    for ours, theirs in zip(found or as_kernels_do(x_TK), by_the_host(x_TK), strict=True):
+    for ours, theirs in zip(found or as_kernels_do(x_TK), quantised(x_TK), strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -301,7 +296,7 @@ def test_a_gpus_torch_makes_the_same_bits_and_its_host_waits_for_nothing(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     same_bits(x, codes, scales)
-    torch.testing.assert_close(values.cpu(), e4m3.expand(*by_the_host(x)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values.cpu(), e4m3.expand(*quantised(x)), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.cuda

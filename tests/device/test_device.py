@@ -46,10 +46,10 @@ SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
 
 
-def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
+def paged_of(num_pages, layout="ep1-pp1", shard=0):
+    """Make a store in the pages of a device."""
     placement = Placement(spec_of("mixtral"), Layout.parse(layout))
-    paged = paged_store(placement, shard, DTYPE, PagePool(num_pages, device))
-    return paged, cpu_store(placement, shard, DTYPE)
+    return paged_store(placement, shard, DTYPE, PagePool(num_pages, "cpu"))
 
 
 def stored(store, handle, first_tile, shape):
@@ -65,7 +65,8 @@ def stored(store, handle, first_tile, shape):
 
 @pytest.mark.parametrize("name", ["all", "down", "bf16"])
 def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
-    paged, resident = stores()
+    paged = paged_of(40, "ep2-pp1", shard=1)
+    resident = cpu_store(paged.tier._placement, 1, DTYPE)
     for store in (paged, resident):
         assert load(store, 3, tiny_adapters[name]).result() is None
     spec = spec_of("mixtral")
@@ -75,11 +76,8 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
             expected, (row, first_tile, first, num_entries) = segment.block, packed.table_S4[0].tolist()
             assert (first, num_entries) == (0, 1)
             if expected is NOTHING:
-                assert (row, first_tile, packed.max_rank) == (
-                    paged.tier.rows.empty(paged.tier.format.shape(site, ())),
-                    0,
-                    0,
-                )
+                empty = paged.tier.rows.empty(paged.tier.format.shape(site, ()))
+                assert (row, first_tile, packed.max_rank) == (empty, 0, 0)
                 continue
             assert packed.max_rank == max_rank_of([pair.a_RK.shape[0] for pair in expected.pairs])
             shape = shape_of(expected, spec.in_width(site), spec.out_width(site))
@@ -98,8 +96,7 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
 def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
     """Where an adapter finds no page, another makes room."""
     paths = [tiny_adapters[name] for name in ("all", "down", "bf16")]
-    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=2)  # an adapter takes one
-    resident.close()
+    paged = paged_of(2)  # an adapter takes one
     known = set()
     for add, handle in steps:
         if add:
@@ -118,8 +115,7 @@ def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
 def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters, tmp_path):
     wide = tmp_path / "wide"
     tiny.make_adapter(tiny.make_model("mixtral"), wide, lora_rank=64, targets="all", seed=1)
-    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
-    resident.close()
+    paged = paged_of(1)
     assert load(paged, 1, tiny_adapters["all"]).result() is None
     error = load(paged, 2, wide).result()
     assert isinstance(error, AdapterLoadError) and "--device-pool" in str(error)
@@ -146,9 +142,8 @@ def cuda_backend(placement, shard, dtype):
     return backends.cuda(placement, shard, dtype, 24, memory)
 
 
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 BACKENDS = [
-    pytest.param(emulated_backend, marks=needs_emulator, id="emulated"),
+    pytest.param(emulated_backend, marks=pytest.mark.emulator, id="emulated"),
     pytest.param(cuda_backend, marks=pytest.mark.cuda, id="cuda"),
 ]
 
@@ -187,14 +182,14 @@ def one_client(path, make_backend):
     server.close()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
     reason = r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"
     with one_client(tiny_adapters["all"], emulated_backend) as client, pytest.raises(ProtocolError, match=reason):
         client.send(client.request())
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("lost", [False, True])
 def test_only_a_lost_device_ends_the_shard(lost, tiny_adapters, quiet):
     """An error of one step is that step's answer."""
@@ -250,7 +245,7 @@ SERVED = [
 ]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize(("kind", "layout"), SERVED)
 def test_tokens_equal_peft(kind, layout, tmp_path):
     """Rows in the slots, prompts in several chunks, and more of them than a lane has slots."""
@@ -262,7 +257,7 @@ def test_tokens_equal_peft(kind, layout, tmp_path):
     server.close()
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_the_device_routes_as_the_host_does(kind, tmp_path):
     """To the bit: the same entries in the same order, whoever sorted them, and wherever rows lie."""
@@ -288,7 +283,7 @@ def logits_by_server(load, model, tokens, directory, wire="exact"):
     return logits
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
     """To the bit, with routes of the device's, wherever rows lie; engines of two dtypes, since the wire has one."""
@@ -299,7 +294,7 @@ def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
     assert not torch.equal(logits[0], model(ids, attention_mask=mask).logits)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_times_and_failures_are_told_as_on_the_host(tmp_path):
     load = workload("mixtral")
     server = EmulatedServer(tmp_path, load.spec, load.paths, mirror="no", layout="ep2-pp1")
@@ -324,7 +319,7 @@ def test_times_and_failures_are_told_as_on_the_host(tmp_path):
     server.close()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
     """One shard near and one far: nothing is routed here, and the near one's link still puts what it is given."""
     load = workload("mixtral")

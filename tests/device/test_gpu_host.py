@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from types import SimpleNamespace
@@ -36,8 +37,6 @@ from tests.support.gpu.gpu_steps import ROWS, SITE, Host
 from tests.support.serving import until
 from tests.support.workload import model_of, spec_of
 
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory, tiny_adapters):
@@ -65,21 +64,18 @@ def test_a_kernel_that_leaves_is_launched_again(host, steps):
     assert torch.equal(steps.step(), before)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_step_that_sums_more_entries_than_a_warp_lists_is_refused(tmp_path, tiny_adapters):
     """Their list lies in shared memory, where a longer one would overwrite what other warps compute with."""
     most = most_combined_entries(STAGES)
     emulated_gpu.compile_all()
-    host = Host(tmp_path, rows=most + 1)
-    try:
+    with contextlib.closing(Host(tmp_path, rows=most + 1)) as host:
         steps = host.join(host.load(tiny_adapters["all"]))
         before = steps.step()
         assert steps.answer(steps.push(combined=most + 1)) == "protocol"
         assert torch.equal(steps.step(), before)
         assert isinstance(steps.answer(steps.push(combined=most)), torch.Tensor)
         steps.link.close()
-    finally:
-        host.close()
 
 
 def test_a_shard_is_not_given_steps_that_it_cannot_sum():
@@ -249,7 +245,7 @@ def test_one_warp_waits_before_all_blocks_of_the_first_add(host, steps, monkeypa
     added.link.close()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_captured_launches_add_codes_as_the_host_reads_them(tmp_path, tiny_adapters):
     """Codes put by a kernel that routes nothing, the answer added by one; rows of zeros and of what is no number."""
     host = Host(tmp_path, wire="e4m3")
@@ -278,7 +274,7 @@ def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, steps):
         site.add_columns(y[:, ::2], 0)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_at_the_end_who_waits_hears_of_it(tmp_path, tiny_adapters):
     host = Host(tmp_path)
     host.tier.know(handle_of(9, 1))
@@ -291,7 +287,7 @@ def test_at_the_end_who_waits_hears_of_it(tmp_path, tiny_adapters):
     host.close()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_kernel_without_a_heartbeat_ends_its_shard():
     class Dead(emulated_gpu.EmulatedGpu):
         def queue(self, urgent=False):
@@ -345,7 +341,7 @@ def test_places_grow_between_two_launches():
     assert {places.put(3, rows), places.put(3, rows)} == {0, 3} and places.put(3, rows[:2]) == 9
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_shard_without_such_memory_says_so(tmp_path):
     port = Port(RegionLayout(2, 8192, 4096, 1024))
     listener = ShmListener(port, tmp_path / "shard.sock")

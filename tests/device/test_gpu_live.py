@@ -6,6 +6,7 @@ comes while clients keep it busy. Other calls are timed to be known.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import time
 from collections.abc import Callable
@@ -156,29 +157,19 @@ MUST = (  # what listeners, loaders and the pump do beside a kernel
     *("reads", "makes a queue", "loads pages", "fills"),
 )
 MAY = ("sums", "pins", "allocates pinned memory")  # an engine's
-# They wait until no kernel runs: seconds, or for ever, as it is launched again when it leaves.
+# They wait until no kernel runs: seconds, or for ever, as it is launched again when it leaves. So it leaves for them.
 APART = ("unpins", "frees")
 
 
-@pytest.mark.parametrize("name", MUST + MAY)
-def test_a_shard_does_not_wait_for_its_kernel(steps, beside, name, record_property):
+@pytest.mark.parametrize("name", MUST + MAY + APART)
+def test_a_shard_does_not_wait_for_its_kernel(host, steps, beside, name, record_property):
     """A call begins just after a step, when the kernel has all its idle time before it; others end when it leaves."""
+    call = functools.partial(host.kernel.between, beside[name]) if name in APART else beside[name]
     step(steps)
     began = time.perf_counter()
-    beside[name]()
+    call()
     took = time.perf_counter() - began
     record_property("ms", round(1e3 * took, 2))
     record_property("waits_for_the_kernel", took > AT_MOST_SECONDS)
     assert name in MAY or took < AT_MOST_SECONDS, f"it waited {took:.2f} s for the kernel to leave"
-    step(steps)
-
-
-@pytest.mark.parametrize("name", APART)
-def test_a_shard_does_apart_what_waits_for_its_kernel(host, steps, beside, name, record_property):
-    step(steps)
-    began = time.perf_counter()
-    host.kernel.between(beside[name])
-    took = time.perf_counter() - began
-    record_property("ms", round(1e3 * took, 2))
-    assert took < AT_MOST_SECONDS, f"it waited {took:.2f} s for the kernel to leave"
     step(steps)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lora_server.device.protocol import layout
-from tests.support.gpu import emulated, gpu_mutants, gpu_world
+from tests.support.gpu import gpu_mutants, gpu_world
 from tests.support.gpu.gpu_cases import KINDS
 
-pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
+pytestmark = [pytest.mark.emulator, pytest.mark.timeout(1200)]  # a build
 SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
 FEW = 12
 # schedules of each kind, in so many parts

@@ -26,11 +26,18 @@ from kernels_cuda.residency import ThreadBlock
 from lora_server.device.nvshmem import nvshmem_build
 from lora_server.errors import AdapterError
 from lora_server.transport import e4m3
-from tests.support.gpu import emulated, emulated_gpu
+from tests.support.bounds import quantised
+from tests.support.gpu import emulated_gpu
 from tests.support.workload import spec_of
 
 SECONDS = 60.0
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_afterwards():
+    """Take this CPU back, which a stage may use as its GPU."""
+    yield
+    emulated_gpu.opened.openers.pop("cpu", None)
 
 
 def test_the_sanitizers_verdict_is_read():
@@ -106,7 +113,7 @@ def test_a_world_whose_engine_answers_wrongly_or_not_at_all_fails_its_stage(tmp_
 
 
 @pytest.mark.long
-@needs_emulator
+@pytest.mark.emulator
 def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch):
     """A rule by which the second kind of rows, the odd ones, would have twice the scale of one row."""
     rule, calls = codes.by_the_host, []
@@ -122,10 +129,7 @@ def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch
     emulated_gpu.use()
     found, given = record.Record(tmp_path / "record"), argparse.Namespace(**codes.EMULATED)
     checks = record.Checks(found)
-    try:
-        codes.served(found, checks, tmp_path, "e4m3", given)
-    finally:
-        del emulated_gpu.opened.openers["cpu"]
+    codes.served(found, checks, tmp_path, "e4m3", given)
     lines = found.find("check")
     wrong = [line["name"] for line in lines if not line["good"]]
     assert len(lines) == 8 and wrong == ["odd rows' codes are the host's"]
@@ -134,17 +138,13 @@ def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch
 
 def play_inproc(tmp_path, **instead):
     emulated_gpu.compile_all()
-    flags = ["--record", str(tmp_path / "record")]
-    given = inproc.parser().parse_args(flags)
+    given = inproc.parser().parse_args(["--record", str(tmp_path / "record")])
     vars(given).update(inproc.EMULATED, tokens="4", rounds=1, steps=2, **instead)
     found = record.Record(given.record)
-    try:
-        return found, inproc.work(found, given)
-    finally:
-        del emulated_gpu.opened.openers["cpu"]
+    return found, inproc.work(found, given)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("wrong", ["", "weights", "bits"])
 def test_the_stage_inproc_plays_and_finds_other_answers(tmp_path, monkeypatch, wrong):
     """Weights: the reference believes in other adapters. Bits: the last answer is not the first one's."""
@@ -166,7 +166,7 @@ def test_the_stage_inproc_plays_and_finds_other_answers(tmp_path, monkeypatch, w
     assert all(line["steps"] >= 2 and line["loads"] for line in found.find("steps"))
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_load_that_fails_beside_steps_fails_the_stage(tmp_path, monkeypatch):
     endure = inproc.endure
 
@@ -180,13 +180,10 @@ def test_a_load_that_fails_beside_steps_fails_the_stage(tmp_path, monkeypatch):
         play_inproc(tmp_path)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_the_sanitizers_case_of_a_kernel_that_serves_is_right():
     emulated_gpu.compile_all()
-    try:
-        assert sanitized.answered(emulated_gpu.use())
-    finally:
-        del emulated_gpu.opened.openers["cpu"]
+    assert sanitized.answered(emulated_gpu.use())
 
 
 def test_kernels_without_room_beside_one_that_serves_are_named():
@@ -195,14 +192,12 @@ def test_kernels_without_room_beside_one_that_serves_are_named():
     assert registers.crowded({"serve": ThreadBlock(8, 162)}, clients) == []
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_the_bound_of_codes_takes_rows_of_this_wire_and_no_others(tiny_adapters):
     """Not what a base model answers, nor a neighbour's delta."""
     spec, x = spec_of("mixtral"), torch.randn(8, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     values, bound = codes.exact(tiny_adapters["all"], spec, x)
-    carried, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(8)
-    e4m3.quantise(x, carried, scales)
-    near = codes.exact(tiny_adapters["all"], spec, e4m3.expand(carried, scales))[0]
+    near = codes.exact(tiny_adapters["all"], spec, e4m3.expand(*quantised(x)))[0]
     assert values.any() and not torch.equal(near, values) and ((near - values).abs() <= bound).all()
     for wrong in (torch.zeros_like(values), values.roll(1, 0), values * 1.5):
         assert ((wrong - values).abs() > bound).any()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 
 from lora_server.device.protocol import cuda
-from tests.support.gpu import emulated, emulated_gpu
+from tests.support.gpu import emulated_gpu
 from tests.support.gpu.gpu_steps import Host
 from tests.support.serving import until
 
@@ -49,13 +50,10 @@ class CountingGpu(emulated_gpu.EmulatedGpu):
         self.tried += 1
 
 
-@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+@pytest.mark.emulator
 def test_writes_are_tried_behind_the_first_launch_alone(tmp_path):
     emulated_gpu.compile_all()
     gpu = CountingGpu()
-    host = Host(tmp_path, gpu=gpu, idle_ns=20_000_000)
-    try:
+    with contextlib.closing(Host(tmp_path, gpu=gpu, idle_ns=20_000_000)) as host:
         until(lambda: host.kernel.launches > 2, "it left, twice")
         assert gpu.tried == 1
-    finally:
-        host.close()

@@ -28,9 +28,6 @@ from kernels_cuda.tables import BLOCK, BlockTable
 from lora_server.device.protocol import source
 from tests.support.gpu import emulated, gpu_texts
 
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-
-
 # -- tiles and tables
 
 
@@ -134,7 +131,7 @@ BUILT = [Variant(True, 2), Variant(False, 2), Variant(True, 3, 3)]  # by other t
 OTHERS = [pytest.param(one, marks=pytest.mark.long) for one in (Variant(False, 1), Variant(True, 8))]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("variant", BUILT + OTHERS)
 def test_shared_memory_is_what_the_source_declares(variant):
     assert variant.shared_bytes == emulated.shared_bytes(variant)
@@ -243,7 +240,7 @@ class RandomStep:
                     yield [(int(first + row), int(min(rows - row, 32)), *tile) for tile in job]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("seed", range(80))
 def test_the_source_gives_every_job_to_one_worker_as_the_mirror_does(seed):
     step = RandomStep(seed)

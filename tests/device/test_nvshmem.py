@@ -24,7 +24,7 @@ from lora_server.device.protocol.needs import missing_for_nvshmem
 from lora_server.device.protocol.slots import SlotSizes
 from lora_server.errors import WorldError
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.gpu import emulated, nvshmem_pe
+from tests.support.gpu import nvshmem_pe
 from tests.support.serving import HANG_SECONDS
 from tests.support.sources import ROOT
 
@@ -119,7 +119,7 @@ def test_a_world_that_does_not_come_about_is_said_so_in_time():
         World(gpu, place, 1, nvshmem_pe.LAYOUT).enter(HANG_SECONDS)
 
 
-@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+@pytest.mark.emulator
 def test_a_pe_that_sends_to_itself_on_this_cpu():
     from tests.support.gpu.emulated_world import EmulatedWorldGpu
 

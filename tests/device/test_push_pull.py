@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bench.gpu_run import push_pull
-from tests.support.gpu import emulated, gpu_world
+from tests.support.gpu import gpu_world
 from tests.support.gpu.gpu_world import VARIANT, World, address
 
-pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+pytestmark = pytest.mark.emulator
 CLIENT, SHARD = 1, 0
 NBYTES, GRID, THREADS, LIMIT_NS = 1552, 2, VARIANT.warps * 32, 10**9  # nothing that divides evenly
 SEEDS, ROUNDS, TURNS = 12, 3, 4_000

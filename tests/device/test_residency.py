@@ -13,7 +13,7 @@ from kernels_cuda.heuristics import choose
 from kernels_cuda.residency import LANES, PARTITION_REGISTERS, PARTITIONS, SERVE_WARPS, ThreadBlock, fit, most_registers
 from lora_server.device.protocol.codes import LinkStatus
 from lora_server.device.protocol.cuda_kernels import SERVE_OWN_BYTES
-from tests.support.gpu import emulated, gpu_world
+from tests.support.gpu import gpu_world
 from tests.support.gpu.gpu_clients import GpuClient
 from tests.support.gpu.gpu_schedules import drive
 from tests.support.gpu.gpu_shard import DEVICE, GRID, Shard
@@ -93,7 +93,7 @@ def test_each_of_a_clients_kernels_fits_beside_the_one_that_serves(registers):
     assert not any(fit([AT_FIRST["serve"], AT_FIRST[name]]) for name in ("link_put", "link_wait")), "as it was once"
 
 
-@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("of", "idle_ns", "status"),
     [

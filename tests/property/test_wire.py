@@ -22,7 +22,7 @@ from lora_server.wire.messages import Hello, Order, Refused, Welcome
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 from lora_server.wire.rpc import open_channel
 from lora_server.wire.slot import RequestHeader, ResponseHeader
-from tests.support.gpu import emulated, emulated_gpu
+from tests.support.gpu import emulated_gpu
 from tests.support.gpu.gpu_steps import Host
 from tests.support.workload import spec_of
 
@@ -302,7 +302,7 @@ def test_parts_hold_every_table_and_are_whole_pages(rows: int, depth: int, wire:
     assert RegionLayout(1, 8192, 4096, table_bytes=9000).tables() == [(4096, 12288)], "no more than there is"
 
 
-@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+@pytest.mark.emulator
 def test_a_gpus_client_registers_tables_and_heads_of_answers(tmp_path, tiny_adapters):
     """And its state's page; copies of anything else are refused, and nothing stays registered behind it."""
     emulated_gpu.compile_all()

@@ -1,7 +1,10 @@
-"""Bounds of the numbers in a LoRA step, against which its rounding errors are measured."""
+"""The numbers of a LoRA step: bounds, against which its rounding errors are measured, and what 8 bits make of rows."""
+
+import torch
 
 from kernels_cuda import reference
 from kernels_cuda.ops import Pair, Step, stack
+from lora_server.transport import e4m3
 
 
 def magnitudes(step):
@@ -16,3 +19,10 @@ def magnitudes(step):
 
 def replaced(step, **fields):
     return Step(**{**{name: getattr(step, name) for name in step.__dataclass_fields__}, **fields})
+
+
+def quantised(x_TK):
+    """Return the codes and scales that the host's rule makes of rows."""
+    codes_TK, scales_T = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x_TK))
+    e4m3.quantise(x_TK, codes_TK, scales_T)
+    return codes_TK, scales_T

@@ -22,13 +22,11 @@ from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD, Echo
-from tests.support.gpu import emulated
 from tests.support.gpu.emulated_link import MemfdMemory, emulated_link
 from tests.support.serving import until
 
 # `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a mirror
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device mirror")]
+DEVICES = [pytest.param(kind, marks=pytest.mark.emulator) for kind in ("device slots", "device mirror")]
 KINDS = ["inproc", "shm", "tcp", "tls", *DEVICES]
 
 

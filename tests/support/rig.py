@@ -1,12 +1,12 @@
 """A real Shard over inproc links, and a client that fills its slots by hand."""
 
 import contextlib
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kernels_cuda import cpu
@@ -58,35 +58,21 @@ class Client:
         segments = [(handle, 1, 0, rows), (handle, 2, rows, rows)] if maps else [(handle, 1, 0, rows)]
         at = slot.request_offsets(len(segments), entries, flags, rows * width * 4)
         memory = bytearray(at.end)
-        header = {
-            "step_class": slot.DECODE,
-            "flags": flags,
-            "client": self.client,
-            "epoch": self.epoch,
-            "seq": seq,
-            "slot": seq % DEPTH,
-            "layer": site.layer,
-            "projection": PROJECTIONS.index(site.projection),
-            "dtype": 0,
-            "num_rows": rows,
-            "num_entries": entries,
-            "num_segments": len(segments),
-            "num_out_rows": rows,
-            "in_begin": 0,
-            "in_end": width,
-            "windows": ((0, spec.out_width(site)),),
-            "payload_bytes": at.end - slot.HEADER_BYTES,
-            "budget_us": round(budget * 1e6),
-            "pushed_ns": 0,
-        } | fields
-        RequestHeader(**header).pack_into(memoryview(memory))
-        struct.pack_into(f"<{4 * len(segments)}I", memory, at.segments, *[n for s in segments for n in s])
+        header = RequestHeader(
+            step_class=slot.DECODE, flags=flags, client=self.client, epoch=self.epoch, seq=seq, slot=seq % DEPTH,
+            layer=site.layer, projection=PROJECTIONS.index(site.projection), dtype=0, num_rows=rows,
+            num_entries=entries, num_segments=len(segments), num_out_rows=rows, in_begin=0, in_end=width,
+            windows=((0, spec.out_width(site)),), payload_bytes=at.end - slot.HEADER_BYTES,
+            budget_us=round(budget * 1e6), pushed_ns=0,
+        )  # fmt: skip
+        header._replace(**fields).pack_into(memoryview(memory))
+        parts = {at.segments: np.array(segments, np.uint32), at.rows: np.ones(rows * width, np.float32)}
         if maps:
-            rows_of_entries = [*range(rows), *range(rows)]
-            struct.pack_into(f"<{entries}I", memory, at.in_map, *rows_of_entries)
-            struct.pack_into(f"<{entries}I", memory, at.out_map, *rows_of_entries)
-            struct.pack_into(f"<{entries}f", memory, at.weights, *[0.5] * entries)
-        struct.pack_into(f"<{rows * width}f", memory, at.rows, *[1.0] * rows * width)
+            rows_of_entries = np.tile(np.arange(rows, dtype=np.uint32), 2)
+            parts |= {at.in_map: rows_of_entries, at.out_map: rows_of_entries}
+            parts[at.weights] = np.full(entries, 0.5, np.float32)
+        for begin, array in parts.items():
+            memory[begin : begin + array.nbytes] = array.tobytes()
         return memory
 
     def push(self, memory: bytearray) -> int:

@@ -20,14 +20,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import RunningServer, running_server
 from tests.support import alora
-from tests.support.gpu import emulated, emulated_gpu
+from tests.support.gpu import emulated_gpu
 from tests.support.serving import HANG_SECONDS, cli, complete, shard_processes, status, until
 from tests.support.workload import Workload
 
 DEATHS = int(os.environ.get("LORA_DEATHS", "3"))
 MOST_SECONDS = 4e-3  # from a chosen module of a step to the death of a shard: longer than a layer
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-TRANSPORTS = ["shm", "tcp", pytest.param("gpu", marks=needs_emulator)]
+TRANSPORTS = ["shm", "tcp", pytest.param("gpu", marks=pytest.mark.emulator)]
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if seed >= 3 else []) for seed in range(DEATHS)]
 
 

@@ -14,8 +14,8 @@ from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import arguments
 from kernels_cuda.ops import Pair, Segment, Step, stack
-from lora_server.transport import e4m3
 from lora_server.wire import slot
+from tests.support.bounds import quantised
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_world import World, address, of_worlds
 from tests.support.packed import PackedStep, pack_step
@@ -118,8 +118,7 @@ def a_routed_put_signals_tables_and_codes(library: ctypes.CDLL) -> None:
         while world.running(its) and signal[0] != 7:
             world.run(1)
         at = slot.request_offsets(entries, entries, slot.HAS_IN_MAP, tokens * WIDTH, tokens)
-        codes, scales = torch.empty(tokens, WIDTH, dtype=torch.float8_e4m3fn), torch.empty(tokens)
-        e4m3.quantise(rows[which.astype(np.int64)], codes, scales)
+        codes, scales = quantised(rows[which.astype(np.int64)])
         parts = {at.segments: segments, at.in_map: to_map, at.scales: scales.numpy()}
         for begin, array in (parts | {at.rows: codes.view(torch.uint8).numpy()}).items():
             data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
@@ -138,8 +137,7 @@ def codes_of_a_block_are_those_of_the_host(library: ctypes.CDLL) -> None:
         codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x))
         values = [x.data_ptr(), codes.data_ptr(), scales.data_ptr(), *x.shape]
         ended(world, launched(world, "to_codes", values, 2))
-        expected = torch.empty_like(codes), torch.empty_like(scales)
-        e4m3.quantise(x, *expected)
+        expected = quantised(x)
         assert torch.equal(scales, expected[1]), f"seed {seed}"
         assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8)), f"seed {seed}"
 

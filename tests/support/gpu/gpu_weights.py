@@ -25,6 +25,7 @@ from lora_server.transport.rows import SlotRows
 from lora_server.wire import slot
 from lora_server.wire.region import Region, RegionLayout
 from lora_server.wire.slot import RequestHeader
+from tests.support.bounds import quantised
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_world import VARIANT
 
@@ -137,8 +138,7 @@ class Body:
             parts[at.weights] = self.weights
         rows = self.rows
         if self.in_codes:
-            rows, scales = torch.empty(rows.shape, dtype=torch.float8_e4m3fn), torch.empty(len(rows))
-            e4m3.quantise(self.rows, rows, scales)
+            rows, scales = quantised(rows)
             parts[at.scales] = scales.numpy()
         parts[at.rows] = rows.view(torch.uint8).numpy()
         for begin, array in parts.items():

@@ -16,7 +16,6 @@ from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
 from lora_server.wire.terms import Held
-from tests.support.echo import needs_emulator
 from tests.support.gpu.emulated_link import EmulatedServer
 from tests.support.workload import workload
 
@@ -49,7 +48,7 @@ def wanted(kind, row, x, site, expert=0):
 
 
 # chunks of 3 entries part the segments of a row where they are more; the third routes on the device whatever it can
-@pytest.fixture(scope="module", params=["whole", "chunks", pytest.param("device", marks=needs_emulator)])
+@pytest.fixture(scope="module", params=["whole", "chunks", pytest.param("device", marks=pytest.mark.emulator)])
 def servers(request, tmp_path_factory):
     """A server by kind of model."""
     found = {}

@@ -31,7 +31,6 @@ from lora_server.demo.inproc import InprocServer
 from lora_server.demo.serve_vllm import engine_environment
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
-from tests.support.echo import needs_emulator
 from tests.support.gpu.emulated_link import EmulatedServer
 from tests.support.serving import until
 from tests.support.workload import workload
@@ -132,7 +131,7 @@ def test_flags_are_read_back():
     assert parse_flag("a stop word") is parse_flag(7) is None
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=needs_emulator)])
+@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=pytest.mark.emulator)])
 def served(request, tmp_path_factory):
     """Activations in host memory, or on a device that routes them itself (which is this CPU: emulated_link)."""
     load, emulated = workload("mixtral"), partial(EmulatedServer, tmp_path_factory.mktemp("shards"), mirror="no")
