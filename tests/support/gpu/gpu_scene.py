@@ -10,7 +10,7 @@ from tests.support.gpu import gpu_weights as weights
 from tests.support.gpu.gpu_clients import GpuClient, WildClient
 from tests.support.gpu.gpu_schedules import drive, replay
 from tests.support.gpu.gpu_shard import LINKS, Shard, Waiting
-from tests.support.gpu.gpu_weights import BODIES
+from tests.support.gpu.gpu_weights import BODIES, DEPTH, Body
 from tests.support.gpu.gpu_world import World
 
 SEED = 11
@@ -57,3 +57,9 @@ class Scene:
 def in_turn(client: WildClient, turns: range, *handles: int) -> Waiting:
     for turn in turns:
         yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], handles)
+
+
+def in_all_slots(client: WildClient, times: int, body: Body, handles: tuple[int, ...]) -> Waiting:
+    """Push a step into all slots at once, and again when all are answered."""
+    for _ in range(times):
+        yield from client.steps([body] * DEPTH, handles)

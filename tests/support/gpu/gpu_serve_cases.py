@@ -12,7 +12,7 @@ from lora_server.device.protocol import layout
 from lora_server.device.protocol.codes import NUMBERS, CommandKind, NoteKind
 from lora_server.wire import slot
 from tests.support.gpu.gpu_clients import WildClient
-from tests.support.gpu.gpu_scene import Scene, in_turn
+from tests.support.gpu.gpu_scene import Scene, in_all_slots, in_turn
 from tests.support.gpu.gpu_shard import Waiting
 from tests.support.gpu.gpu_weights import BODIES, DEPTH
 from tests.support.gpu.gpu_world import address
@@ -46,8 +46,7 @@ def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
     for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
         assert not shard.arrivals[1]
         world.pass_time(wait)
-        for _ in range(1000):
-            world.run(40)
+        world.run(40, times=1000)
     assert shard.arrivals[1] == 1
     assert library.world_alive(shard.grid, 0) == 0, "block 0 goes on"
     assert int(shard.mailbox["left"]) == shard.launches and int(shard.serve["done"]) == 0
@@ -62,8 +61,7 @@ def a_block_that_is_lost_is_not_waited_for(library: ctypes.CDLL) -> None:
         while int(shard.serve["sent"]) < blocks:
             world.run(1)
         world.freeze(shard.grid, 1)
-        for _ in range(200):
-            world.run(40)
+        world.run(40, times=200)
         shard.mail("abort", 1)
         quanta = 4000
         while library.world_alive(shard.grid, 0) or library.world_alive(shard.grid, 2):
@@ -77,8 +75,7 @@ def a_host_stops_everything(library: ctypes.CDLL) -> None:
     shard, world = scene.shard, scene.world
     shard.stopped = True
     shard.mail("abort", 1)
-    for _ in range(2000):
-        world.run(40)
+    world.run(40, times=2000)
     assert not world.running(shard.grid) and shard.arrivals[1] == 1
 
 
@@ -191,18 +188,15 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
     """Clients that have had more wait; one that has just joined starts with the least share, and goes first."""
     scene = Scene(library, clients=0, wild=5, links=(5, 37, 69, 101, 6), idle_ns=2**60)
 
-    def one_after_the_other(client: WildClient, body: int) -> Waiting:
-        for _ in range(14):
-            yield from client.steps([BODIES[body]] * DEPTH, scene.handles)
-
     def comes_anew(client: WildClient) -> Waiting:
         for _ in range(12):
             yield from client.steps([BODIES[0]], scene.handles)
             yield from client.cut_off()
             yield from client.join()
 
-    stay, comes = scene.clients[:-1], scene.clients[-1]
-    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (3, 2, 1, 0), strict=True)), comes_anew(comes))
+    *stay, comes = scene.clients
+    pairs = zip(stay, BODIES[3::-1], strict=True)
+    scene.do(*(in_all_slots(one, 14, body, scene.handles) for one, body in pairs), comes_anew(comes))
     scene.replay()
 
 
@@ -214,13 +208,9 @@ def a_step_that_waits_has_no_part_in_the_shares_of_others(library: ctypes.CDLL) 
     late = scene.shard.begin(1, 1)
     waiting.push(BODIES[0], (late, late))
 
-    def steps(client: WildClient) -> Waiting:
-        for _ in range(4):
-            yield from client.steps([BODIES[0]] * DEPTH, scene.handles)
-
     for client in busy:
-        scene.do(steps(client))
-    scene.do(*map(steps, busy))
+        scene.do(in_all_slots(client, 4, BODIES[0], scene.handles))
+    scene.do(*(in_all_slots(client, 4, BODIES[0], scene.handles) for client in busy))
     assert not waiting.is_answered()
     scene.shard.finish(late)
     scene.do(waiting.answered_to())
@@ -235,18 +225,14 @@ def tenants_share_by_weight(library: ctypes.CDLL) -> None:
         client.tenant, client.weight = tenant, (2.0, 1.0)[tenant]
         scene.do(client.join())
 
-    def steps(client: WildClient) -> Waiting:
-        for _ in range(8):
-            yield from client.steps([BODIES[client.index]] * DEPTH, scene.handles)
-
     late = scene.shard.begin(1, 1)
     for client in scene.clients:  # all wait for weights, and are ready at once
         client.push(BODIES[3 - client.index], (late, late))
     scene.do(iter(range(500)))
     scene.shard.finish(late)
     scene.do(*(client.answered_to() for client in scene.clients))
-    scene.do(*map(steps, scene.clients[1:]))
-    scene.do(*map(steps, scene.clients))
+    for pushing in (scene.clients[1:], scene.clients):
+        scene.do(*(in_all_slots(client, 8, BODIES[client.index], scene.handles) for client in pushing))
     scene.replay()
 
 
@@ -255,12 +241,7 @@ def a_class_goes_first_within_its_share(library: ctypes.CDLL) -> None:
     scene = Scene(library, clients=0, wild=3, idle_ns=2**60)
     scene.clients[0].step_us, scene.clients[1].step_us = 50, 20
     scene.do(*(client.join() for client in scene.clients))
-
-    def steps(client: WildClient) -> Waiting:
-        for _ in range(40):
-            yield from client.steps([BODIES[3]] * DEPTH, scene.handles)
-
-    scene.do(*map(steps, scene.clients))
+    scene.do(*(in_all_slots(client, 40, BODIES[3], scene.handles) for client in scene.clients))
     scene.replay()
 
 
@@ -276,8 +257,7 @@ def a_step_waits_for_weights_as_long_as_its_client_says(library: ctypes.CDLL) ->
             world.run(40)
             scene.shard.pump()
         world.pass_time(max(0, ns - 10_000_000))
-        for _ in range(50):
-            world.run(40)
+        world.run(40, times=50)
         assert ns == 0 or not client.is_answered(), "it waits for longer"
         world.pass_time(20_000_000)
         scene.do(client.answered_to())

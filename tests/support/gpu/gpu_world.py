@@ -187,11 +187,13 @@ class World:
 
         return self.room.launch(kernel, grid, after, begin) if self.room else begin()
 
-    def run(self, turns: int) -> None:
-        if self.room:
-            self.room.begin()
-        if self.library.world_run(turns) < 0:
-            raise Stuck((self.library.world_failure() or b"no actor can go on").decode())
+    def run(self, turns: int, times: int = 1) -> None:
+        """Run so many turns of blocks, or fewer where a kernel ends; so many times."""
+        for _ in range(times):
+            if self.room:
+                self.room.begin()
+            if self.library.world_run(turns) < 0:
+                raise Stuck((self.library.world_failure() or b"no actor can go on").decode())
 
     def running(self, grid: int) -> bool:
         if grid < 0 and self.room:
