@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from lora_server.demo.launch import RunningServer, running_server
 from tests.chaos.floods import START_SECONDS, held
 from tests.chaos.report import Held, Line
 from tests.support.fleet import Engine, Fleet, checking, now
-from tests.support.serving import all_gone, status, until
+from tests.support.serving import all_gone, status, suspended, until
 from tests.support.workload import Workload
 
 VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
@@ -66,6 +64,5 @@ def _harm(server: RunningServer, fleet: Fleet, victim: str, how: str, scratch: P
             until(lambda: anew.rounds, "a new engine", START_SECONDS)
             anew.rounds[:0] = engine.rounds
         return
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(STOP_SECONDS)  # the harm itself
-    os.kill(pid, signal.SIGCONT)
+    with suspended(pid):
+        time.sleep(STOP_SECONDS)  # the harm itself

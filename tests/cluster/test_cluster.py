@@ -93,15 +93,12 @@ def test_another_host_takes_the_place_of_one_that_died(cluster):
 
 def test_a_host_that_was_replaced_takes_nothing_back(cluster):
     """It only stood still: its processes go on, and are turned away. They stand by until their rank is free."""
-    old, stopped = cluster.nodes[1], cluster.stopped(1)
-    try:
+    old = cluster.nodes[1]
+    with cluster.stopped(1):
         until(lambda: cluster.states() == ["up", "lost", "up", "up"], "node 0 has noticed")
         cluster.replace(1, cluster.switch.host())
         cluster.heals()
         replaced_by = cluster.shards()
-    finally:
-        for process in stopped:
-            process.resume()
     until(lambda: "was replaced while it was away" in old.log.read_text(), "its shard is turned away")
     cluster.heals()
     assert cluster.shards() == replaced_by and stop(old) == 0

@@ -113,14 +113,11 @@ def test_a_request_that_ends_before_its_answer_holds_nothing(crowded):
     until(lambda: status(server.address).ready, "its controller is up")
     leases, controller = AdapterLeases(Settings(server.address), lambda text: ()), status(server.address).pid
     try:
-        os.kill(controller, signal.SIGSTOP)
-        try:
+        with serving.suspended(controller):
             states = [leases.hold(request, largest[0], ()) for request in ("ended", "goes on")]
             assert [one.phase for one in states] == [Phase.ASKING] * 2 and not leases.is_ready("goes on")
             assert leases.num_waiting == 2
             leases.release("ended")
-        finally:
-            os.kill(controller, signal.SIGCONT)
         until(lambda: leases.is_ready("goes on"), "its answer")
         until(lambda: serving.listed(server.address)[largest[0]].holders == 1, "the other's hold is released")
         leases.release("goes on")

@@ -1,8 +1,5 @@
 """Nodes with `--node-rank auto`: the controller leases them ranks, and a spare takes the rank of one that is gone."""
 
-import signal
-
-import psutil
 import pytest
 
 from client_connector.transformers import attach
@@ -16,6 +13,7 @@ from tests.support.serving import (
     kill_controller,
     status,
     stop,
+    suspended,
     until,
 )
 from tests.support.workload import workload
@@ -87,16 +85,10 @@ def test_the_spare_takes_the_rank_of_a_node_that_was_killed(nodes, load):
 def test_a_node_that_was_replaced_while_it_was_away_ends(nodes, load):
     """It is stopped, as if its host were cut off, and a new node takes its rank. Later it says why it ends."""
     away = nodes.serving()[1]
-    family = [psutil.Process(away.process.pid), *descendants(away.process.pid)]
-    for process in family:
-        process.send_signal(signal.SIGSTOP)
-    try:
+    with suspended(away.process.pid, *(one.pid for one in descendants(away.process.pid))):
         spare = nodes.start(*AUTO)
         nodes.others.append(spare)
         nodes.taken(1, spare)
-    finally:
-        for process in family:
-            process.send_signal(signal.SIGCONT)
     until(lambda: away.process.poll() is not None, "it ends")
     assert away.process.returncode == 1
     assert "rank 1 was leased to another node while this one was away" in away.tail()

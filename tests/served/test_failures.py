@@ -150,14 +150,10 @@ def test_a_stopped_shard_times_out_with_names_and_is_not_ready(load, server):
     ids = torch.tensor([[5, 6, 7]])
     with attach(load.model, server=server.address, timeout_seconds=5) as lora, lora.adapters(["fused"]):
         expected = load.model(ids).logits
-        shard = serving.shard_processes(server.address)[0]
-        shard.suspend()
-        try:
+        with serving.suspended(status(server.address).shards[0].pid):
             with pytest.raises(errors.StepError, match=r"shard 0 slot \d+ seq \d+"):
                 load.model(ids)
             until(lambda: server.get("/readyz") == (503, "shards not up: [0]\n"), "/readyz sees it")
-        finally:
-            shard.resume()
         server.wait_ready()
         assert torch.equal(load.model(ids).logits, expected)
 

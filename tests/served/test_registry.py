@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ from tests.support.adapter_files import LAYERS, Q, good
 from tests.support.killed_controller import STAGES, part_of
 from tests.support.postgres import host_of, read_only, running_postgres
 from tests.support.restarts import SECONDS, Killed, Server, dies
-from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, cli, command_of, listed, until
+from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, cli, command_of, listed, suspended, until
 from tests.support.workload import workload
 
 
@@ -224,13 +223,10 @@ def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, hasty
     for process in family[1:]:
         if "lora" in " ".join(command_of(process)):  # others of them come and go
             process.kill()  # its connections break, and it makes no new ones until it has recovered
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with suspended(pid):
         with pytest.raises(ServerUnavailableError, match=r"--registry postgresql.*not reached within"):
             hasty.adapters.rollout.add("code", str(mine.paths["qv"]), SECONDS)
         assert set(meanings(hasty)) == {"law"} and hasty.adapters.admission.acquire(1, ["law"])[0]
-    finally:
-        os.kill(pid, signal.SIGCONT)
     hasty.adapters.admission.release(1, [hasty.adapters.listings.get("law").record.handle])
     mine.adapters.rollout.add("code", str(mine.paths["qv"]), SECONDS)
     other.adapters.peers.refresh()

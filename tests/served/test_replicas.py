@@ -5,7 +5,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -16,7 +16,7 @@ from lora_server.demo.engine import generate
 from lora_server.placement import Layout
 from tests.support.fleet import Fleet, now
 from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, until
+from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, suspended, until
 from tests.support.workload import NEW_TOKENS
 
 SHARDS = 4  # ep2, twice
@@ -122,13 +122,9 @@ def resizing(nodes, layout):
         answer = thread.submit(resize, address, layout)
         until(lambda: {*children_of(nodes.second)} - before, "a new shard of the second node")
         last = ({*children_of(nodes.second)} - before).pop()
-        last.suspend()
-        try:
+        with suspended(last.pid):
             until(lambda: status(address).resize.done == 2 * width - 1, "the other new shards are up")
             yield answer, new()
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                last.resume()
 
 
 def resized(answer):
@@ -205,8 +201,7 @@ def test_a_stopped_shard_fails_no_request(nodes, load, tmp_path):
     """Also requests for adapters that come while it is stopped, and when it goes on."""
     with undisturbed(nodes, load, tmp_path) as fleet:
         pid = nodes.shards()[2].pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with suspended(pid):
             fleet.all_right_again(now())
             until(lambda: nodes.degraded() == "shards [2] are down; their twins serve", "the server has noticed")
             assert nodes.first.get("/readyz") == (200, "ok\n")
@@ -219,8 +214,6 @@ def test_a_stopped_shard_fails_no_request(nodes, load, tmp_path):
                 os.kill(pid, signal.SIGCONT)
                 until(lambda: nodes.degraded() == "", "it has registered again")
                 assert answers(lora, load, "late", "qv")
-        finally:
-            os.kill(pid, signal.SIGCONT)
         assert nodes.shards()[2].pid == pid
     ask(nodes.first.address, "Remove", name="late")
 
@@ -233,14 +226,9 @@ def test_a_host_that_falls_silent_is_waited_for_once(nodes, load):
             used = [lora.client.lanes[shard].link for shard in range(2)]
             assert used[0].host == used[1].host and used[0].host in ("127.0.0.1", ELSEWHERE[1])
             stopped = [nodes.shards()[link.shard].pid for link in used]
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            try:
+            with suspended(*stopped):
                 with capture_logs() as lines:
                     load.check(generate(load.model, load.batch, NEW_TOKENS))
-            finally:
-                for pid in stopped:
-                    os.kill(pid, signal.SIGCONT)
     assert [one["event"] for one in lines].count("steps go to a shard's twin") == 1, lines
     until(lambda: nodes.degraded() == "", "they have registered again")
 
@@ -252,15 +240,10 @@ def test_shards_that_fall_silent_on_both_hosts_fail_no_step_while_each_has_a_twi
             generate(load.model, load.batch, 1)
             used = [lora.client.lanes[shard].shard for shard in range(2)]
             stopped = [nodes.shards()[shard].pid for shard in (used[0], (used[1] + 2) % SHARDS)]
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            try:
+            with suspended(*stopped):
                 began = now()
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
                 assert now() - began < HANG_SECONDS, "no step had to wait for its deadline"
-            finally:
-                for pid in stopped:
-                    os.kill(pid, signal.SIGCONT)
     until(lambda: nodes.degraded() == "", "they have registered again")
 
 

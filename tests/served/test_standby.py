@@ -26,7 +26,7 @@ from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
 from tests.support.postgres import host_of, running_postgres
 from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, until
+from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, suspended, until
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -107,12 +107,9 @@ class Pair:
     def leader_dies(self):
         """Kill the controller that leads, and stop its node until the other one leads; return both as they are then."""
         leader, standby = self.wait_settled()
-        leader.process.send_signal(signal.SIGSTOP)
-        try:
+        with suspended(leader.process.pid):
             os.kill(server_status(leader.address).pid, signal.SIGKILL)
             until(lambda: ready(standby.address), "the standby leads")
-        finally:
-            leader.process.send_signal(signal.SIGCONT)
         return standby, leader
 
     def changes(self, method, **fields):
@@ -187,13 +184,10 @@ def test_a_killed_leader_fails_no_request(pair, load, tmp_path):
         until(lambda: leases.is_ready("before"), "it is admitted")
         with attach(load.model, pair.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(["held"]):
             before = server_status(pair.address)
-            os.kill(leader.process.pid, signal.SIGSTOP)
-            try:
+            with suspended(leader.process.pid):
                 os.kill(before.pid, signal.SIGKILL)
                 leases.hold("meanwhile", "held", ())
                 until(lambda: ready(standby.address), "the standby leads")
-            finally:
-                os.kill(leader.process.pid, signal.SIGCONT)
             after = server_status(standby.address)
             assert after.run == before.run and after.pid != before.pid
             assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
@@ -240,15 +234,12 @@ def test_a_leader_that_was_stopped_steps_down_and_its_late_writes_are_refused(pa
             outcome.append(error)
 
     with Fleet(load, pair.address, tmp_path, ("auto",)) as fleet:
-        stopped.suspend()
         late = threading.Thread(target=add_late)
-        try:
+        with suspended(stopped.pid):
             late.start()
             until(lambda: ready(standby.address), "the standby leads")
             fleet.all_right_again(now())
             until(lambda: pair.changes("Add", name="after", uri=str(load.paths["qv"])), "changes are possible")
-        finally:
-            stopped.resume()
         all_gone([stopped])
         late.join(HANG_SECONDS)
         fleet.check_all_right()

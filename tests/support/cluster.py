@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-
-import psutil
 
 from lora_server.demo.launch import RunningServer, launch
 from tests.support.certificates import Authority
 from tests.support.fleet import Fleet, now
 from tests.support.hosts import Host, Switch
-from tests.support.serving import all_gone, complete, descendants, kill, status, stop, until
+from tests.support.serving import all_gone, complete, descendants, kill, status, stop, suspended, until
 from tests.support.workload import Workload
 
 NODES, ENGINES = 4, 2
@@ -100,13 +98,10 @@ class Cluster:
         """The state of every shard."""
         return [one.state for one in status(self.address).shards]
 
-    def stopped(self, rank: int) -> list[psutil.Process]:
-        """Stop all processes of a node where they are; returns them."""
-        root = psutil.Process(self.nodes[rank].process.pid)
-        family = [root, *descendants(root.pid)]
-        for process in family:
-            process.send_signal(signal.SIGSTOP)
-        return family
+    def stopped(self, rank: int) -> AbstractContextManager[None]:
+        """Stop all processes of a node where they are, for a block."""
+        root = self.nodes[rank].process.pid
+        return suspended(root, *(one.pid for one in descendants(root)))
 
     def shards(self) -> list[tuple[int, int]]:
         """The node and the process of every shard."""
@@ -128,10 +123,8 @@ def any_fault(cluster: Cluster, chance: random.Random) -> str:
     time.sleep(chance.uniform(0, 1))  # engines are anywhere in a step
     seconds = chance.uniform(0.1, 8)  # the outage itself
     if kind == "stop":
-        stopped = cluster.stopped(rank)
-        time.sleep(seconds)
-        for process in stopped:
-            process.resume()
+        with cluster.stopped(rank):
+            time.sleep(seconds)
     elif kind.startswith("cut"):
         with (chance.choice(cluster.engines_at) if kind == "cut an engine" else cluster.at[rank]).is_cut():
             time.sleep(seconds)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,19 @@ def kill_shard(server: RunningServer, shard: int) -> None:
     pid = status(server.address).shards[shard].pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: (reply := complete(server.address)) and reply.shards[shard].pid != pid, f"shard {shard} is replaced")
+
+
+@contextlib.contextmanager
+def suspended(*pids: int) -> Iterator[None]:
+    """Stop processes by SIGSTOP in the block; behind it those that have not ended go on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def stop(server: RunningServer) -> int:

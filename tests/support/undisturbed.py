@@ -21,7 +21,7 @@ from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import RunningServer, running_server
 from tests.support import alora
 from tests.support.gpu import emulated_gpu
-from tests.support.serving import HANG_SECONDS, cli, complete, shard_processes, status, until
+from tests.support.serving import HANG_SECONDS, cli, complete, shard_processes, status, suspended, until
 from tests.support.workload import Workload
 
 DEATHS = int(os.environ.get("LORA_DEATHS", "3"))
@@ -87,12 +87,8 @@ def a_shard_is_drained(server: RunningServer) -> Iterator[None]:
 @contextlib.contextmanager
 def a_step_times_out(server: RunningServer) -> Iterator[None]:
     """Suspend a shard for longer than a step may take, then resume it."""
-    shard = shard_processes(server.address)[1]
-    shard.suspend()
-    try:
+    with suspended(shard_processes(server.address)[1].pid):
         yield
-    finally:
-        shard.resume()
 
 
 @contextlib.contextmanager
