@@ -45,7 +45,7 @@ from lora_server.wire.terms import Held
 from tests.support.gpu import emulated_gpu, emulated_world
 from tests.support.gpu.gpu_graph import Graph
 from tests.support.gpu.gpu_steps import SITE, Steps
-from tests.support.serving import HANG_SECONDS, until
+from tests.support.serving import HANG_SECONDS, suspended, until
 
 ROWS = 20  # more entries than a message holds: chunks
 STEPS = 3  # more than there are slots
@@ -81,17 +81,11 @@ def killed_meanwhile(forward: LaunchedPass, pid: int) -> threading.Thread:
 @contextlib.contextmanager
 def all_stopped(pids: Iterable[int]) -> Iterator[None]:
     """No thread of these processes runs meanwhile."""
-    processes = [psutil.Process(pid) for pid in pids]
-    for process in processes:
-        process.suspend()
-    for process in processes:
-        threads = [psutil.Process(thread.id) for thread in process.threads()]
-        until(lambda threads=threads: all(one.status() == psutil.STATUS_STOPPED for one in threads), "it is stopped")
-    try:
+    with suspended(*pids):
+        for process in map(psutil.Process, pids):
+            threads = [psutil.Process(thread.id) for thread in process.threads()]
+            until(lambda its=threads: all(one.status() == psutil.STATUS_STOPPED for one in its), "it is stopped")
         yield
-    finally:
-        for process in processes:
-            process.resume()
 
 
 class Engine:
