@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,8 +43,8 @@ from bench import admission_cells as cells
 from bench import harness
 from bench.admission_client import Call, Job, Seen
 from bench.admission_report import BAR, draw, table
+from bench.harness import Child, crew
 from client_connector.remote import RemoteServer
-from lora_server.demo import children
 from lora_server.demo.launch import RunningServer
 from provisioning.iar.admissibility import Model, immediate_admissibility
 from provisioning.simulation.measure import Estimate
@@ -116,37 +115,29 @@ def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -
 
 
 @contextmanager
-def asking(jobs: Sequence[Job], work: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def asking(jobs: Sequence[Job], work: Path) -> Iterator[list[Child]]:
     """Run a client for each job, and yield them once they have asked for all."""
-    running = list[subprocess.Popen[str]]()
-    for number, job in enumerate(jobs):
-        file = work / f"job-{number}"
+    files = [work / f"job-{number}" for number in range(len(jobs))]
+    for file, job in zip(files, jobs, strict=True):
         file.write_bytes(msgspec.json.encode(job))
-        command = children.own([sys.executable, "-m", "bench.admission_client", str(file)])
-        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    try:
+    with crew("bench.admission_client", [(file,) for file in files]) as running:
         _hear(running, "ready")
         zero = time.monotonic() + 0.5
         for one in running:
-            assert one.stdin is not None
-            one.stdin.write(f"{zero}\n")
-            one.stdin.flush()
+            one.tell(zero)
         _hear(running, "asked")
         yield running
-    finally:
-        for one in running:
-            children.stop(one)
 
 
-def outcomes(running: Sequence[subprocess.Popen[str]]) -> list[Seen]:
+def outcomes(running: Sequence[Child]) -> list[Seen]:
     """End clients, and return what became of their calls."""
-    return [row for one in running for row in msgspec.json.decode(one.communicate(timeout=60)[0], type=list[Seen])]
+    said = [one.process.communicate(timeout=60)[0] for one in running]
+    return [row for rows in said for row in msgspec.json.decode(rows, type=list[Seen])]
 
 
-def _hear(running: Sequence[subprocess.Popen[str]], word: str) -> None:
+def _hear(running: Sequence[Child], word: str) -> None:
     for one in running:
-        assert one.stdout is not None
-        if one.stdout.readline() != f"{word}\n":
+        if one.said() != f"{word}\n":
             raise RuntimeError(f"a client ended before it was {word!r}; its error is above")
 
 

@@ -8,22 +8,19 @@ than the rate does.
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 
 from bench import harness
-from bench.control_engine import Found, Job
+from bench.control_engine import Job
+from bench.harness import Child, answers, crew
 from bench.many_adapters import make
-from lora_server.demo import children
 
 WARM_SECONDS, PATIENCE = 1.0, 900.0
 POOL = "2GiB"
@@ -33,51 +30,22 @@ COLUMNS = (
 )
 
 
-@contextlib.contextmanager
-def engines(address: str, count: int, adapters: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Engines that have joined, each a process."""
-    with contextlib.ExitStack() as stack:
-        started = []
-        for seed in range(count):
-            command = [sys.executable, "-m", "bench.control_engine", address, str(adapters), str(seed)]
-            process = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            stack.callback(children.stop, process)
-            started.append(process)
-        for process in started:
-            assert process.stdout is not None
-            process.stdout.readline()
-        yield started
-
-
-def run(started: Sequence[subprocess.Popen[bytes]], job: Job) -> list[Found]:
-    """Give every engine the same job."""
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(job) + b"\n")
-        process.stdin.flush()
-    found = []
-    for process in started:
-        assert process.stdout is not None
-        found.append(msgspec.json.decode(process.stdout.readline(), type=Found))
-    return found
-
-
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process so far."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
-def measure(address: str, started: Sequence[subprocess.Popen[bytes]], job: Job) -> dict[str, Any]:
+def measure(address: str, started: Sequence[Child], job: Job) -> dict[str, Any]:
     status = harness.status(address)
     pids = {"controller_s": status.pid, "shard_s": status.shards[0].pid}
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    found = run(started, job)
-    waited = np.concatenate([one.waited_ms for one in found])
+    found = answers(started, job)
+    waited = np.concatenate([one["waited_ms"] for one in found])
     spent = {name: 1e3 * (cpu_seconds(pid) - before[name]) / len(waited) for name, pid in pids.items()}
     return {
         "calls": "Acquire, Release" if job.single else "Hold",
-        "rate": sum(len(one.waited_ms) / one.seconds for one in found),
+        "rate": sum(len(one["waited_ms"]) / one["seconds"] for one in found),
         "p50_ms": float(np.percentile(waited, 50)),
         "p99_ms": float(np.percentile(waited, 99)),
         **spent,
@@ -86,9 +54,11 @@ def measure(address: str, started: Sequence[subprocess.Popen[bytes]], job: Job) 
 
 def compare(address: str, adapters: int, count: int, given: Any) -> Iterator[dict[str, Any]]:
     """Measure both kinds of calls by turns."""
-    with engines(address, count, adapters) as started:
+    with crew("bench.control_engine", [(address, adapters, seed) for seed in range(count)]) as started:
+        for one in started:
+            one.said()
         for single in (True, False):
-            run(started, Job(single, given.requests, WARM_SECONDS))
+            answers(started, Job(single, given.requests, WARM_SECONDS))
         for _ in range(given.rounds):
             for single in (True, False):
                 row = measure(address, started, Job(single, given.requests, given.seconds))

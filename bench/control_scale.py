@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ import numpy as np
 import psutil
 
 from bench import harness
+from bench.harness import Child, answers, crew
 from bench.many_adapters import make
 from lora_server.control.sync.spread import MOST_IN_ADVANCE
-from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, launch
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -49,28 +48,6 @@ FACTS = (
     " | known s {known_s:.0f} | joined s {joined_s:.0f} | first page of list s {list_s:.2f} | all of it {all_s:.1f}"
     " | status {status_s:.2f} | page {page_s:.2f} | scrape {scrape_s:.2f} | MB {mb:.0f}"
 )
-
-
-@contextlib.contextmanager
-def processes(module: str, jobs: list[dict[str, Any]]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start one process per job. Each gets its job as JSON on its command line."""
-    with contextlib.ExitStack() as stack:
-        started = []
-        for job in jobs:
-            command = [sys.executable, "-m", module, json.dumps(job)]
-            process = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            stack.callback(children.stop, process)
-            started.append(process)
-        yield started
-
-
-def lines(started: list[subprocess.Popen[bytes]]) -> list[bytes]:
-    """Read one line of each process's stdout."""
-    found = []
-    for process in started:
-        assert process.stdout is not None
-        found.append(process.stdout.readline())
-    return found
 
 
 def fetch(http: str, path: str) -> bytes:
@@ -124,14 +101,15 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
             server.stop()
 
 
-def fakes(address: str, root: Path, size: Size) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
+def fakes(address: str, root: Path, size: Size) -> contextlib.AbstractContextManager[list[Child]]:
     """Start all shards but the first, which is a real one."""
     about = {"address": address, "base": str(root / "base"), "layout": size.layout}
     runs = split(size.shards, SHARDS_EACH)
-    return processes("bench.control_fakes", [about | {"shards": [one for one in run if one]} for run in runs])
+    jobs = [json.dumps(about | {"shards": [one for one in run if one]}) for run in runs]
+    return crew("bench.control_fakes", [(job,) for job in jobs])
 
 
-def wait_for_all(server: RunningServer, size: Size, started: list[subprocess.Popen[bytes]]) -> dict[str, float]:
+def wait_for_all(server: RunningServer, size: Size, started: list[Child]) -> dict[str, float]:
     """Wait until the server is ready, and until the last adapter that shards are told of in advance is loaded.
 
     Raises RuntimeError when a process of the fake shards has ended.
@@ -139,7 +117,7 @@ def wait_for_all(server: RunningServer, size: Size, started: list[subprocess.Pop
     told = min(size.adapters, MOST_IN_ADVANCE // size.shards)
 
     def is_ready() -> bool:
-        if any(one.poll() is not None for one in started):
+        if any(one.process.poll() is not None for one in started):
             raise RuntimeError("a process of the fake shards has ended; its reason is above")
         return server.get("/readyz")[0] == 200
 
@@ -156,9 +134,11 @@ def with_engines(
     """Have all engines join, and work at each rate; then measure what operators ask for."""
     controller, began = psutil.Process(harness.status(server.address).pid), time.monotonic()
     about = {"address": server.address, "adapters": size.adapters}
-    jobs = [about | {"engines": len(run), "seed": run[0]} for run in split(size.engines, ENGINES_EACH)]
-    with processes("bench.control_engines", jobs) as started, open_channel(server.address) as channel:
-        lines(started)
+    runs = split(size.engines, ENGINES_EACH)
+    jobs = [(json.dumps(about | {"engines": len(run), "seed": run[0]}),) for run in runs]
+    with crew("bench.control_engines", jobs) as started, open_channel(server.address) as channel:
+        for one in started:
+            one.said()
         facts["joined_s"] = time.monotonic() - began
         rows = [at_rate(started, controller, size, rate, seconds) for rate in rates]
         stub = rpc.AdaptersStub(channel)
@@ -174,16 +154,12 @@ def with_engines(
 
 
 def at_rate(
-    started: list[subprocess.Popen[bytes]], controller: psutil.Process, size: Size, rate: float, seconds: float
+    started: list[Child], controller: psutil.Process, size: Size, rate: float, seconds: float
 ) -> dict[str, Any]:
     """Have the engines acquire at a rate together, and return its row."""
     before, began = sum(controller.cpu_times()[:2]), time.monotonic()
     psutil.cpu_percent()  # from now on
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({"pause": size.engines / rate, "seconds": seconds}).encode() + b"\n")
-        process.stdin.flush()
-    found = [json.loads(line) for line in lines(started)]
+    found = answers(started, {"pause": size.engines / rate, "seconds": seconds})
     spent, seconds = sum(controller.cpu_times()[:2]) - before, time.monotonic() - began
     row: dict[str, Any] = {"rate": rate, "cpu": 100 * spent / seconds, "machine": psutil.cpu_percent()}
     row["failed"] = sum(len(one["failed"]) for one in found)

@@ -7,35 +7,16 @@ decoded it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench import harness
-from lora_server.demo import children
-
-Child = subprocess.Popen[str]
-
-
-def child(*arguments: object) -> Child:
-    command = [sys.executable, "-m", "bench.events_child", *map(str, arguments)]
-    return children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def tell(process: Child, line: str = "") -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n")
-    process.stdin.flush()
-
-
-def said(process: Child) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
+from bench.harness import answers, crew
 
 
 def measure(
@@ -43,30 +24,25 @@ def measure(
 ) -> dict[str, Any]:
     """Publish for so long to `readers`, and to `stalled` ones that stop reading after their first message."""
     each = [readers // processes + (number < readers % processes) for number in range(processes)]
-    reading = [child("read", count) for count in each if count]
-    stalling = [child("stall", stalled)] if stalled else []
-    keys = [key for one in (*reading, *stalling) for key in json.loads(said(one))]
-    publisher = child("publish", f"ipc://{work}/{time.monotonic_ns()}" if transport == "ipc" else "", rate, len(keys))
-    try:
-        endpoint = said(publisher)
+    jobs = [("read", count) for count in each if count]
+    where = f"ipc://{work}/{time.monotonic_ns()}" if transport == "ipc" else ""
+    with contextlib.ExitStack() as stack:
+        children = stack.enter_context(crew("bench.events_child", [*jobs, *[("stall", stalled)] * bool(stalled)]))
+        keys = [key for one in children for key in json.loads(one.said())]
+        (publisher,) = stack.enter_context(crew("bench.events_child", [("publish", where, rate, len(keys))]))
+        endpoint = publisher.said()
         for key in keys:
-            tell(publisher, key)
-        for one in (*reading, *stalling):
-            tell(one, endpoint.strip())
-        for one in (*reading, *stalling):
-            assert said(one) == "reading\n"
-        tell(publisher)
+            publisher.tell(key)
+        for one in children:
+            one.tell(endpoint.strip())
+        for one in children:
+            assert one.said() == "reading\n"
+        publisher.tell()
         time.sleep(seconds)
-        tell(publisher)
+        publisher.tell()
         time.sleep(3.0)  # several heartbeats, also on a busy machine: whatever is missing at the end is seen
-        for one in reading:
-            tell(one)
-        found = [json.loads(said(one)) for one in reading]
-        tell(publisher)
-        published = json.loads(said(publisher))
-    finally:
-        for one in (publisher, *reading, *stalling):
-            children.stop(one)
+        found = answers(children[: len(jobs)])
+        (published,) = answers([publisher])
     delays = sorted(1e3 * delay for one in found for delay in one["delays"])
     missing, received = (sum(one[name] for one in found) for name in ("missing", "received"))
     return {

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -151,6 +152,44 @@ def least_s(rounds: int, call: Callable[[], object]) -> float:
         call()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+class Child:
+    """`python -m MODULE ARGUMENTS`, which hears and says lines, and ends with this process."""
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        command, pipe = [sys.executable, "-m", module, *map(str, arguments)], subprocess.PIPE
+        self.process = children.start(command, stdin=pipe, stdout=pipe, text=True)
+
+    def tell(self, line: object = "") -> None:
+        """Write a line to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def said(self) -> str:
+        """Wait for its next line; empty once it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@contextlib.contextmanager
+def crew(module: str, jobs: Iterable[Sequence[object]]) -> Iterator[list[Child]]:
+    """Start a child with the arguments of each job, all at once; they end with the block."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for job in jobs:
+            started.append(Child(module, *job))
+            stack.callback(children.stop, started[-1].process)
+        yield started
+
+
+def answers(crew: Iterable[Child], line: object = None) -> list[Any]:
+    """Tell all children the same, as JSON, and return what each then says, of JSON."""
+    crew = list(crew)
+    for one in crew:
+        one.tell(msgspec.json.encode(line).decode())
+    return [json.loads(one.said()) for one in crew]
 
 
 def python(code: str) -> subprocess.Popen[bytes]:
