@@ -31,17 +31,20 @@ T = TypeVar("T")
 POLL_SECONDS = 0.05
 
 
-def flags(about: str | None, **defaults: Any) -> argparse.Namespace:
-    """Parse `--json` and one flag per keyword, which has the type of its default.
+def flags(about: str | None, *, json: bool = True, **defaults: Any) -> argparse.Namespace:
+    """Parse `--json`, unless the bench has none, and one flag per keyword, which has the type of its default.
 
-    A default that is a type stands for None, and `[type]` for an empty list.
+    A default that is a type stands for None, `[type]` for an empty list, and a tuple for None or one of its texts.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    if json:
+        parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     for name, default in defaults.items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
             parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, choices=default)
         elif isinstance(default, type):
             parser.add_argument(flag, type=default)
         elif isinstance(default, list):

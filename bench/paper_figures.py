@@ -9,7 +9,6 @@ are here, the others in `paper_more`.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench import paper_more, paper_page
+from bench import harness, paper_more, paper_page
 from bench.provision_plots import draw
 from bench.provision_setups import ASSUMPTIONS, TABLE_3, Setup, measure, serviceable_rate, tuned
 from lora_server.placement import Layout
@@ -160,11 +159,8 @@ def _within(rows: Rows, model: str, case: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/img"))
-    parser.add_argument("--figures", default=",".join(name for name in FIGURES if name not in LONG))
-    parser.add_argument("--page", type=Path, default=Path("docs/paper.md"))
-    arguments = parser.parse_args()
+    figures = ",".join(name for name in FIGURES if name not in LONG)
+    arguments = harness.flags(__doc__, json=False, out=Path("docs/img"), figures=figures, page=Path("docs/paper.md"))
     print(ASSUMPTIONS, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.figures.split(","):

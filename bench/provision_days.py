@@ -12,7 +12,6 @@ printed interval, and the very trace is within 1.5 points of what is printed for
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import tempfile
 from collections import deque
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import harness
 from provisioning.arrays import Floats, Ints
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
@@ -210,12 +210,7 @@ HEAD = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--days", type=int, default=20)
-    parser.add_argument("--traces", type=int, default=2)
-    parser.add_argument("--only", choices=KINDS)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = harness.flags(__doc__, json=False, days=20, traces=2, only=KINDS, out=Path)
     lines = [HEAD]
     print(HEAD)
     for line in rows([given.only] if given.only else list(KINDS), given.traces, given.days):

@@ -11,7 +11,6 @@ half at that load.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import tempfile
@@ -23,18 +22,18 @@ from typing import Any
 
 import numpy as np
 
+from bench import harness, provision_iar
 from provisioning.iar.models import offered_curve
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
 from provisioning.plan.flags import PlanFlags
 from provisioning.plan.scenario import scenario
 from provisioning.plan.verify import disaggregated, verify
-from provisioning.simulation.measure import Estimate, measured
-from provisioning.simulation.run import System, run
-from provisioning.workload.requests import Lengths, Requests
+from provisioning.simulation.run import run
+from provisioning.workload.requests import Requests
 from provisioning.workload.traces import ZipfAdapters
 from provisioning.workload.traces import load as load_trace
-from provisioning.workload.workload import Workload, zipf
+from provisioning.workload.workload import zipf
 from tests.support.provision import KINDS, write
 
 BAR = 0.015
@@ -51,17 +50,8 @@ def stationary(quick: bool) -> Iterator[tuple[Any, ...]]:
         curve = offered_curve(popularity, load)
         for target in TARGETS:
             slots = int(np.argmax(curve >= target))
-            seen = simulated(popularity, load, slots)
+            seen = provision_iar.simulated(popularity, load, slots, seeds=range(700, 705), top=1.0)
             yield num, skew, load, slots, float(curve[slots]), seen, float(curve[slots]) - seen.mean
-
-
-def simulated(popularity: Any, load: float, slots: int) -> Estimate:
-    workload, rates = Workload(popularity=popularity, lengths=Lengths(mean_tokens=300)), []
-    for seed in range(700, 705):
-        requests = workload.sample(rate=load / 0.3, num_requests=int(30_000 + 20 * load), seed=seed)
-        outcome = run(requests, System(step_s=[1e-3], cache_slots=slots, instance_of=[0] * popularity.size))
-        rates.append(float(outcome.immediate[measured(outcome)].mean()))
-    return Estimate.of(rates, top=1.0)
 
 
 def planned(trace: Path, seed: int, **adapters: Any) -> Candidate | None:
@@ -94,17 +84,21 @@ def traces(directory: Path, work: Path, quick: bool) -> Iterator[tuple[str, Path
             yield f"{short}, {num} adapters, Zipf {skew}", directory / name, seed, {"adapters": num, "zipf": skew}
 
 
+def line(name: str, chosen: Candidate | None, calls: Requests | None) -> str:
+    """Hold a plan against calls."""
+    if chosen is None or calls is None:
+        return f"| {name} | no plan | | | |"
+    admitted, in_time = replayed(chosen, calls)
+    held = "yes" if min(admitted, in_time) >= TARGET else "**no**"
+    return f"| {name} | {chosen.gpus} | {chosen.slots} | {admitted:.4f}, {in_time:.4f} | {held} |"
+
+
 def row(name: str, file: Path, seed: int, adapters: dict[str, Any]) -> str:
     calls = load_trace(
         file, ZipfAdapters(num_adapters=adapters.get("adapters", 1), skew=adapters.get("zipf", 0), seed=seed)
     ).trace
     assert calls is not None
-    chosen = planned(file, seed, **adapters)
-    if chosen is None:
-        return f"| {name} | no plan | | | |"
-    admitted, in_time = replayed(chosen, calls)
-    held = "yes" if min(admitted, in_time) >= TARGET else "**no**"
-    return f"| {name} | {chosen.gpus} | {chosen.slots} | {admitted:.4f}, {in_time:.4f} | {held} |"
+    return line(name, planned(file, seed, **adapters), calls)
 
 
 def halves(name: str, kind: str, seed: int, work: Path) -> str:
@@ -116,24 +110,18 @@ def halves(name: str, kind: str, seed: int, work: Path) -> str:
     second.write_text(lines[0] + "".join(lines[half:]))
     chosen = planned(first, seed)
     if chosen is None:
-        return f"| {name} | no plan | | | |"
+        return line(name, None, None)
     calls = load_trace(second, ZipfAdapters(num_adapters=1, skew=0, seed=0)).trace
     assert calls is not None
     known = {adapter: index for index, adapter in enumerate(chosen.scenario.workload.names)}
     kept = np.flatnonzero([calls.names[index] in known for index in calls.adapter])
     own = np.array([known[calls.names[index]] for index in calls.adapter[kept]])
     same = replace(calls.part(kept), adapter=own, num_adapters=len(known), names=tuple(known))
-    admitted, in_time = replayed(chosen, same)
-    held = "yes" if min(admitted, in_time) >= TARGET else "**no**"
-    return f"| {name} | {chosen.gpus} | {chosen.slots} | {admitted:.4f}, {in_time:.4f} | {held} |"
+    return line(name, chosen, same)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = harness.flags(__doc__, json=False, traces=Path("shared/traces"), quick=False, out=Path)
     lines, started = list[str](), time.monotonic()
     found = list(stationary(given.quick))
     beyond = [cell for cell in found if abs(cell[-1]) > BAR + cell[5].high - cell[5].mean]

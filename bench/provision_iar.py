@@ -1,6 +1,6 @@
 """The admissibility models against simulation: docs/img/iar_*.png and iar_grid.csv.
 
-    python bench/provision_iar.py [--out docs/img] [--cells N | --redraw]
+    python -m bench.provision_iar [--out docs/img] [--cells N | --redraw]
 
 --redraw reads the errors of the models from iar_grid.csv instead of simulating them.
 Simulated: open Poisson arrivals, one shared cache, waiting requests kept, log-normal lengths (CV 1). Dealt: the
@@ -9,9 +9,8 @@ same calls, but no request waits, and the slots are dealt anew at every arrival.
 
 from __future__ import annotations
 
-import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.special import pdtrc
 
+from bench import harness
 from provisioning.arrays import Floats
 from provisioning.iar import immediate_admissibility, min_cache_slots
 from provisioning.iar.literal import literal_missed
@@ -33,14 +33,22 @@ MODELS = ("literal", "offered", "queued")
 RATE = "immediate admission rate"
 
 
-def simulated(popularity: Floats, load: float, slots: int, seeds: int = 3, num: int = 30_000) -> Estimate:
+def simulated(
+    popularity: Floats,
+    load: float,
+    slots: int,
+    seeds: Sequence[int] = range(3),
+    num: int = 30_000,
+    top: float = np.inf,
+) -> Estimate:
+    """Estimate the rate of immediate admission, with an interval up to `top`."""
     workload = Workload(popularity=popularity, lengths=Lengths(mean_tokens=300))
     system, rates = System(instance_of=[0] * popularity.size, step_s=[1e-3], cache_slots=slots), []
-    for seed in range(seeds):
+    for seed in seeds:
         requests = workload.sample(rate=load / 0.3, num_requests=int(num + 20 * load), seed=seed)
         outcome = run(requests, system)
         rates.append(float(outcome.immediate[measured(outcome)].mean()))
-    return Estimate.of(rates)
+    return Estimate.of(rates, top=top)
 
 
 def shared_snapshots(popularity: Floats, load: float, slots: int, seeds: int = 3, num: int = 30_000) -> Estimate:
@@ -111,7 +119,9 @@ def over_slots(out: Path) -> None:
         axes.plot(slots, offered_curve(popularity, load)[slots], label="offered")
         axes.plot(slots, [immediate_admissibility(popularity, load, m, "queued") for m in slots], label="queued")
         points = slots[:: max(len(slots) // 10, 1)]
-        axes.plot(points, [simulated(popularity, load, m, seeds=2).mean for m in points], "ko", ms=3, label="simulated")
+        axes.plot(
+            points, [simulated(popularity, load, m, seeds=range(2)).mean for m in points], "ko", ms=3, label="simulated"
+        )
         axes.set(xlabel="cache slots M", ylabel=RATE, title=f"N = {num} adapters, Zipf 1.2, LB = 1024")
         axes.set_ylim((0, 1.02) if num == 100 else None)
         axes.legend(fontsize=7)
@@ -199,8 +209,7 @@ def _errors(
     if not chosen:
         return
     errors = [row[model] - row[truth] for row in chosen]
-    high = sum(e > bar + row[reach] for e, row in zip(errors, chosen, strict=True))
-    low = sum(-e > bar + row[reach] for e, row in zip(errors, chosen, strict=True))
+    high, low = (sum(sign * e > bar + row[reach] for e, row in zip(errors, chosen, strict=True)) for sign in (1, -1))
     span = f"errors {100 * min(errors):+.2f} to {100 * max(errors):+.2f} points"
     beyond = f"beyond {100 * bar:g} points + interval: {high} too high, {low} too low"
     print(f"{name}: {model} >= {start} against {truth}: {len(chosen)} cells, {span}; {beyond}", flush=True)
@@ -219,11 +228,7 @@ def paper_claim() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/img"))
-    parser.add_argument("--cells", type=int, default=10_000)
-    parser.add_argument("--redraw", action="store_true")
-    arguments = parser.parse_args()
+    arguments = harness.flags(__doc__, json=False, out=Path("docs/img"), cells=10_000, redraw=False)
     arguments.out.mkdir(parents=True, exist_ok=True)
     over_load(arguments.out)
     over_slots(arguments.out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -144,8 +143,3 @@ class TickEngine:
         if one is not None:
             one.failure = failure
             one.ended.set()
-
-
-def between(passes: Sequence[Pass], began: float, ended: float) -> list[float]:
-    """Return the seconds of the passes that overlap an interval."""
-    return [one.seconds for one in passes if one.began < ended and one.began + one.seconds > began]

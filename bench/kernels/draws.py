@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.kernels.models import NUM_ADAPTERS, ZIPF, Model
-from kernels_cuda import routing
 
 NUM_DRAWS = 8
 
@@ -40,10 +39,6 @@ def draw(model: Model, tokens: int, seed: int) -> Draw:
 def draws(model: Model, tokens: int, count: int = NUM_DRAWS) -> list[Draw]:
     """The rotating draws of a cell; the same in every run."""
     return [draw(model, tokens, seed) for seed in range(count)]
-
-
-def routed(step: Draw, directory: npt.NDArray[np.int32], num_experts: int) -> routing.Routed:
-    return routing.reference(*step, directory, num_experts)
 
 
 def distinct_pairs(step: Draw, num_experts: int) -> int:

@@ -116,7 +116,6 @@ def site_result(model: Model, site: Site, tokens: int, adapters: ours.Adapters, 
 
 class Gpu:
     def __init__(self, device: torch.device) -> None:
-        from bench.kernels.measure import read_gbps
         from kernels_cuda.cuda import kernels
         from kernels_cuda.routing import router
 
