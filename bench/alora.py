@@ -9,7 +9,6 @@ stage: prompt tokens that had to be computed (the rest came from the prefix cach
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
-from lora_server.demo import tiny
-from lora_server.demo.launch import running_server
+from bench import harness
+from bench.cold_vllm import open_llm
 
 INVOCATION = [17, 18, 19, 20]
 Y_TOKENS, R_TOKENS = 64, 16
@@ -33,26 +32,9 @@ MODEL: dict[str, Any] = {
 }
 
 
-def prepare(root: Path) -> None:
-    model = tiny.make_model("mixtral", **MODEL)
-    tiny.save_model(model, root / "base")
-    for name, invocation in (("alora", INVOCATION), ("lora", None)):
-        path = root / "adapters" / name
-        tiny.make_adapter(model, path, seed=5, lora_rank=16, targets="attention", invocation=invocation)
-
-
 class Pipeline:
     def __init__(self, base: Path, longest: int) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(
-            str(base),
-            dtype="float32",
-            enforce_eager=True,
-            distributed_executor_backend="uni",
-            skip_tokenizer_init=True,
-            max_model_len=longest + 512,
-        )
+        self.llm = open_llm(base, longest + 512)
 
     def ask(self, prompt: list[int], name: str | None, tokens: int) -> tuple[list[int], int, float]:
         """Generate `tokens` tokens. Returns them, the number of prompt tokens computed, and the seconds it took."""
@@ -76,19 +58,14 @@ class Pipeline:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    for name, value in (("ENABLE_V1_MULTIPROCESSING", "0"), ("CPU_KVCACHE_SPACE", "1"), ("LOGGING_LEVEL", "ERROR")):
-        os.environ.setdefault(f"VLLM_{name}", value)
+    given = harness.flags(__doc__, json=False, lengths=[256, 512, 1024, 2048, 4096], repeats=3)
+    alike = {"seed": 5, "lora_rank": 16, "targets": "attention"}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        prepare(root)
-        flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--max-step-rows", "1024"]
-        with running_server(root / "log", flags) as server:
+        harness.make(root, "mixtral", {"alora": {**alike, "invocation": INVOCATION}, "lora": alike}, **MODEL)
+        with harness.serving(root, "--max-step-rows", "1024") as server:
             os.environ["LORA_SERVER_ADDRESS"] = server.address
-            report(Pipeline(root / "base", max(options.lengths)), options.lengths, options.repeats)
+            report(Pipeline(root / "base", max(given.lengths)), given.lengths, given.repeats)
 
 
 def report(pipeline: Pipeline, lengths: list[int], repeats: int) -> None:

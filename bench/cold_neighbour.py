@@ -51,10 +51,7 @@ GEOMETRY = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size"
 
 def make(work: Path, **sizes: Any) -> int:
     """A model and its adapters, which are alike; returns the bytes of one."""
-    adapters = {f"a{seed}": {"lora_rank": 16, "targets": "all"} for seed in range(ADAPTERS)}
-    harness.make(work, "llama", adapters, **GEOMETRY, **sizes)
-    (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
-    return weights.stat().st_size
+    return harness.make_alike(work, "llama", ADAPTERS, {"lora_rank": 16, "targets": "all"}, **GEOMETRY, **sizes)
 
 
 def cold_adapters() -> Iterator[str]:
@@ -168,10 +165,8 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch, slow_files(Path(scratch) / "adapters") as url:
         work = Path(scratch)
-        size = make(work)
-        gbps = size * 8e-9 / (LAYER_SECONDS * LAYERS)
-        flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0", "--allow-source", url]
-        flags += ["--host-link-gbps", f"{gbps:.6f}", "--disk-cache", str(work / "cache")]
+        flags = [*harness.slow_link(make(work), LOAD_SECONDS, ROOM), "--host-pool", "0", "--allow-source", url]
+        flags += ["--disk-cache", str(work / "cache")]
         with harness.serving(work, *flags) as server:
             harness.a_core_each(server.address)
             turn = cold_adapters()
@@ -197,19 +192,23 @@ def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[
 
 def row(case: str, way: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One line of the table."""
-    passes, lone = ([one for each in found for one in each[key]] for key in ("seconds", "alone"))
-    warm = [one for each in found for one in each["warm"]["seconds"]]
     return {
         "case": case,
         "engine": way,
-        **percentiles("pass", passes, alone=lone, warm=warm),
-        "joined_ms": statistics.median(each["joined"] for each in found) * 1e3,
-        "again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3,
-        "first_ms": statistics.median(each["first"] for each in found) * 1e3,
+        **figures("pass", found),
         "void": sum(one["void"] for one in found),
         "failed": ", ".join(sorted({one["failed"] for one in found if one["failed"]})) or "-",
-        "passes": len(passes),
+        "passes": sum(len(one["seconds"]) for one in found),
     }
+
+
+def figures(name: str, found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the figures of rounds, each with the `seconds` of its passes, `alone` and `warm`; `name` is of a pass."""
+    seconds, lone = ([one for each in found for one in each[key]] for key in ("seconds", "alone"))
+    warm = [one for each in found for one in each["warm"]["seconds"]]
+    row = percentiles(name, seconds, alone=lone, warm=warm)
+    row |= {f"{key}_ms": statistics.median(each[key] for each in found) * 1e3 for key in ("joined", "first")}
+    return row | {"again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3}
 
 
 def percentiles(name: str, seen: Sequence[float], **references: Sequence[float]) -> dict[str, float]:
@@ -226,12 +225,14 @@ def p99(seen: Sequence[float]) -> float:
     return statistics.quantiles(seen, n=100)[98] if len(seen) > 1 else seen[0]  # a slow machine has one pass in a while
 
 
+FIGURES = (
+    "alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | warm p50 {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f} | "
+    "pass p50 {pass_p50_ms:.1f} | p99 {pass_p99_ms:.1f} | x alone p50 {p50_alone:.2f} | p99 {p99_alone:.2f} | "
+    "x warm p50 {p50_warm:.2f} | p99 {p99_warm:.2f} | joined ms {joined_ms:.1f} | again {again_ms:.1f} | "
+    "first ms {first_ms:.0f}"
+)
 COLUMNS = (
-    "adapter {case} | engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | "
-    "warm p50 {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f} | pass p50 {pass_p50_ms:.1f} | p99 {pass_p99_ms:.1f} | "
-    "x alone p50 {p50_alone:.2f} | p99 {p99_alone:.2f} | x warm p50 {p50_warm:.2f} | p99 {p99_warm:.2f} | "
-    "joined ms {joined_ms:.1f} | again {again_ms:.1f} | "
-    "first ms {first_ms:.0f} | void {void:d} | cold failed {failed} | passes {passes:d}"
+    f"adapter {{case}} | engine {{engine}} | {FIGURES} | void {{void:d}} | cold failed {{failed}} | passes {{passes:d}}"
 )
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from bench import harness
 from bench.memory_client import Caller
-from lora_server import spec
 from lora_server.spec import Site
 from lora_server.wire.terms import Held
 
@@ -35,17 +34,6 @@ GEOMETRY = {"num_hidden_layers": LAYERS, "hidden_size": 256, "intermediate_size"
 QUIET_SECONDS = 6.0
 SITES = [Site(layer, "qkv") for layer in range(LAYERS)]
 BAR, SHORTER = 1.2, 5.0
-
-
-def make(work: Path) -> int:
-    """A model and its adapters, which are alike; returns the bytes of one."""
-    adapters = {f"a{seed}": {"lora_rank": 16, "targets": "all"} for seed in range(ADAPTERS)}
-    harness.make(work, "llama", adapters, **GEOMETRY)
-    model = spec.load(work / "base")
-    widths = {site: model.in_width(site) + model.out_width(site) for site in model.sites() if site.layer == 0}
-    parts = {"qkv": 3, "gate_up": 2}  # A matrices of a site
-    elements = (width + model.in_width(site) * (parts.get(site.projection, 1) - 1) for site, width in widths.items())
-    return 4 * 16 * LAYERS * sum(elements)
 
 
 def timed(caller: Caller, held: Held, sites: list[Site], began: float = 0.0) -> float:
@@ -71,10 +59,8 @@ def measure(rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"acquire": [], "first": [], "pass": [], "ahead": [], "warm": [], "step": []}
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        size = make(work)
-        gbps = size * 8e-9 / (LAYER_SECONDS * LAYERS)
-        flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-link-gbps", f"{gbps:.6f}"]
-        with harness.serving(work, *flags) as server:
+        size = harness.make_alike(work, "llama", ADAPTERS, {"lora_rank": 16, "targets": "all"}, **GEOMETRY)
+        with harness.serving(work, *harness.slow_link(size, LAYER_SECONDS * LAYERS, ROOM)) as server:
             caller = Caller(server.address, 4, 0)
             time.sleep(LAYER_SECONDS * LAYERS * (ROOM + 1))  # what there is room for comes by itself
             turn = itertools.cycle([f"a{index % ADAPTERS}" for index in range(ROOM, ROOM + ADAPTERS)])

@@ -19,42 +19,42 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.cold_neighbour import LOAD_SECONDS, PROMPT, ROOM, WARM, cold_adapters, make, percentiles
+from bench.cold_neighbour import FIGURES, LOAD_SECONDS, PROMPT, ROOM, WARM, cold_adapters, figures, make
 from bench.tick_engine import AnyPace
 
 WAYS, WARM_REQUESTS, LONGEST, WARM_UP = ("admitted", "loaded"), 4, 1024, 20
 SIZES = {"head_dim": 64, "max_position_embeddings": LONGEST}
-ENVIRONMENT = {
-    "ENABLE_V1_MULTIPROCESSING": "0",
-    "CPU_KVCACHE_SPACE": "1",
-    "LOGGING_LEVEL": "ERROR",
-    "CPU_OMP_THREADS_BIND": "nobind",
-}
+ENVIRONMENT = {"ENABLE_V1_MULTIPROCESSING": "0", "CPU_KVCACHE_SPACE": "1", "LOGGING_LEVEL": "ERROR"}
+
+
+def open_llm(base: Path, longest: int) -> Any:
+    """Open vLLM in this process, with models of at most so many tokens."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(f"VLLM_{name}", value)
+    from vllm import LLM
+
+    return LLM(
+        str(base),
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        disable_log_stats=True,
+    )
 
 
 class Engine:
     """vLLM in this process. `tokens`: how many each request has so far."""
 
     def __init__(self, base: Path) -> None:
-        from vllm import LLM
-
-        llm = LLM(
-            str(base),
-            dtype="float32",
-            enforce_eager=True,
-            distributed_executor_backend="uni",
-            skip_tokenizer_init=True,
-            max_model_len=LONGEST,
-            disable_log_stats=True,
-        )
-        self._engine: Any = llm.llm_engine
+        self._engine: Any = open_llm(base, LONGEST).llm_engine
         self._leases = self._engine.engine_core.engine_core.scheduler.lora_server_leases
         self._paces = {"admitted": AnyPace(), "loaded": self._leases.pace}
         self._adapters: dict[str, int] = {}
@@ -117,7 +117,7 @@ class Rounds:
             missed += sum(self._engine.tokens[one] == had for one, had in zip(self._warm, before, strict=True))
             if not first and self._engine.tokens.get(request):
                 first, joined = time.perf_counter() - began, gaps[-1]
-        return {"gaps": gaps, "missed": missed, "first": first, "joined": joined}
+        return {"seconds": gaps, "missed": missed, "first": first, "joined": joined}
 
     def run(self, way: str, adapter: str) -> dict[str, Any]:
         """Measure one round."""
@@ -134,40 +134,27 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        size = make(work, **SIZES)
-        flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-pool", "0"]
-        flags += ["--host-link-gbps", f"{size * 8e-9 / LOAD_SECONDS:.6f}"]
-        with harness.serving(work, *flags) as server:
+        flags = harness.slow_link(make(work, **SIZES), LOAD_SECONDS, ROOM)
+        with harness.serving(work, *flags, "--host-pool", "0") as server:
             harness.a_core_each(server.address)
             os.environ["LORA_SERVER_ADDRESS"] = server.address
             measured, turn = Rounds(Engine(work / "base")), cold_adapters()
             for _ in harness.progress(range(rounds), "rounds"):
                 for way in WAYS:
                     found[way].append(measured.run(way, next(turn)))
-    return [_row(way, each) for way, each in found.items()]
+    rows = []
+    for way, each in found.items():
+        missed, gaps = sum(one["missed"] for one in each), sum(len(one["seconds"]) for one in each)
+        rows.append({"engine": way, "missed": missed, "gaps": gaps, **figures("gap", each)})
+    return rows
 
 
-def _row(way: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    alone, gaps = ([one for each in found for one in each[key]] for key in ("alone", "gaps"))
-    warm = [one for each in found for one in each["warm"]["gaps"]]
-    row = {"engine": way, "missed": sum(each["missed"] for each in found), "gaps": len(gaps)}
-    row |= percentiles("gap", gaps, alone=alone, warm=warm)
-    row |= {f"{key}_ms": statistics.median(each[key] for each in found) * 1e3 for key in ("first", "joined")}
-    return row | {"again_ms": statistics.median(each["warm"]["joined"] for each in found) * 1e3}
-
-
-COLUMNS = (
-    "engine {engine} | alone p50, ms {alone_p50_ms:.1f} | p99 {alone_p99_ms:.1f} | warm p50 {warm_p50_ms:.1f} | "
-    "p99 {warm_p99_ms:.1f} | gap p50 {gap_p50_ms:.1f} | p99 {gap_p99_ms:.1f} | x alone p50 {p50_alone:.2f} | "
-    "p99 {p99_alone:.2f} | x warm p50 {p50_warm:.2f} | p99 {p99_warm:.2f} | joined ms {joined_ms:.1f} | "
-    "again {again_ms:.1f} | first ms {first_ms:.0f} | missed {missed:d} | gaps {gaps:d}"
-)
+COLUMNS = f"engine {{engine}} | {FIGURES.replace('pass', 'gap')} | missed {{missed:d}} | gaps {{gaps:d}}"
 
 
 def main() -> None:
     given = harness.flags(__doc__, rounds=10)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(f"VLLM_{name}", value)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     harness.one_thread()
     rows = measure(given.rounds)
     harness.show(given, rows, harness.table("A cold adapter beside warm requests in vLLM", rows, COLUMNS), width=200)

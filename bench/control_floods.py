@@ -126,8 +126,7 @@ def main() -> None:
     given, rows = harness.flags(__doc__, adds=1000, joins=100, bystanders=10), []
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        model = tiny.make_model("mixtral")
-        tiny.save_model(model, root / "base")
+        model = harness.make(root, "mixtral", {})
         tiny.make_adapter(model, root / "law", lora_rank=4, seed=1, targets="all")
         flags = ["--base-model", str(root / "base"), "--layout", "ep1-pp2", "--adapter-root", str(root)]
         with running_server(root / "log", flags) as server:

@@ -18,12 +18,13 @@ import numpy as np
 import psutil
 
 from bench import harness
-from bench.control_engine import Job
-from bench.harness import Child, answers, crew
+from bench.control_engines import Job, Load
+from bench.harness import Child, answers, as_json, crew
 from bench.many_adapters import make
 
 WARM_SECONDS, PATIENCE = 1.0, 900.0
 POOL = "2GiB"
+DRAWN = 1 << 16  # adapters of each engine, before anything is measured
 COLUMNS = (
     "calls {calls} | adapters {adapters:,d} | engines {engines:d} | life cycles/s {rate:,.0f} | p50 ms {p50_ms:.1f} | "
     "p99 ms {p99_ms:.1f} | controller's CPU s per 1,000 {controller_s:.3f} | shard's {shard_s:.3f}"
@@ -36,16 +37,16 @@ def cpu_seconds(pid: int) -> float:
     return times.user + times.system
 
 
-def measure(address: str, started: Sequence[Child], job: Job) -> dict[str, Any]:
+def measure(address: str, started: Sequence[Child], load: Load) -> dict[str, Any]:
     status = harness.status(address)
     pids = {"controller_s": status.pid, "shard_s": status.shards[0].pid}
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    found = answers(started, job)
-    waited = np.concatenate([one["waited_ms"] for one in found])
+    found = answers(started, load)
+    waited = np.concatenate([one["warm"] for one in found])
     spent = {name: 1e3 * (cpu_seconds(pid) - before[name]) / len(waited) for name, pid in pids.items()}
     return {
-        "calls": "Acquire, Release" if job.single else "Hold",
-        "rate": sum(len(one["waited_ms"]) / one["seconds"] for one in found),
+        "calls": "Acquire, Release" if load.single else "Hold",
+        "rate": sum(len(one["warm"]) / one["seconds"] for one in found),
         "p50_ms": float(np.percentile(waited, 50)),
         "p99_ms": float(np.percentile(waited, 99)),
         **spent,
@@ -54,14 +55,15 @@ def measure(address: str, started: Sequence[Child], job: Job) -> dict[str, Any]:
 
 def compare(address: str, adapters: int, count: int, given: Any) -> Iterator[dict[str, Any]]:
     """Measure both kinds of calls by turns."""
-    with crew("bench.control_engine", [(address, adapters, seed) for seed in range(count)]) as started:
+    jobs = [(as_json(Job(address, adapters, seed, drawn=DRAWN)),) for seed in range(count)]
+    with crew("bench.control_engines", jobs) as started:
         for one in started:
             one.said()
         for single in (True, False):
-            answers(started, Job(single, given.requests, WARM_SECONDS))
+            answers(started, Load(WARM_SECONDS, requests=given.requests, single=single))
         for _ in range(given.rounds):
             for single in (True, False):
-                row = measure(address, started, Job(single, given.requests, given.seconds))
+                row = measure(address, started, Load(given.seconds, requests=given.requests, single=single))
                 yield {"adapters": adapters, "engines": count, **row}
 
 

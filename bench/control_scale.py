@@ -11,7 +11,6 @@ the page, a scrape of the metrics, and what the controller's process takes.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,8 @@ import numpy as np
 import psutil
 
 from bench import harness
-from bench.harness import Child, answers, crew
+from bench.control_engines import Job, Load
+from bench.harness import Child, answers, as_json, crew
 from bench.many_adapters import make
 from lora_server.control.sync.spread import MOST_IN_ADVANCE
 from lora_server.demo.launch import RunningServer, launch
@@ -105,7 +105,7 @@ def fakes(address: str, root: Path, size: Size) -> contextlib.AbstractContextMan
     """Start all shards but the first, which is a real one."""
     about = {"address": address, "base": str(root / "base"), "layout": size.layout}
     runs = split(size.shards, SHARDS_EACH)
-    jobs = [json.dumps(about | {"shards": [one for one in run if one]}) for run in runs]
+    jobs = [as_json(about | {"shards": [one for one in run if one]}) for run in runs]
     return crew("bench.control_fakes", [(job,) for job in jobs])
 
 
@@ -133,9 +133,8 @@ def with_engines(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Have all engines join, and work at each rate; then measure what operators ask for."""
     controller, began = psutil.Process(harness.status(server.address).pid), time.monotonic()
-    about = {"address": server.address, "adapters": size.adapters}
     runs = split(size.engines, ENGINES_EACH)
-    jobs = [(json.dumps(about | {"engines": len(run), "seed": run[0]}),) for run in runs]
+    jobs = [(as_json(Job(server.address, size.adapters, run[0], engines=len(run))),) for run in runs]
     with crew("bench.control_engines", jobs) as started, open_channel(server.address) as channel:
         for one in started:
             one.said()
@@ -159,7 +158,7 @@ def at_rate(
     """Have the engines acquire at a rate together, and return its row."""
     before, began = sum(controller.cpu_times()[:2]), time.monotonic()
     psutil.cpu_percent()  # from now on
-    found = answers(started, {"pause": size.engines / rate, "seconds": seconds})
+    found = answers(started, Load(seconds, pause=size.engines / rate))
     spent, seconds = sum(controller.cpu_times()[:2]) - before, time.monotonic() - began
     row: dict[str, Any] = {"rate": rate, "cpu": 100 * spent / seconds, "machine": psutil.cpu_percent()}
     row["failed"] = sum(len(one["failed"]) for one in found)

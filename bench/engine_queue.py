@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import harness
-from bench.eviction import BYTES_PER_RANK, FILES, LINK_BYTES, OPEN_SECONDS, RANKS, TOKEN_SECONDS, requests_of
+from bench.eviction import LINK_BYTES, OPEN_SECONDS, TOKEN_SECONDS, over_traces, sizes_of
 from provisioning.arrays import Floats
 from provisioning.workload.requests import Requests
 
@@ -175,35 +175,18 @@ class Simulation:
 
 def spread(requests: Requests) -> Requests:
     """Scale the arrivals, so that LOAD of the batch is busy on average."""
-    in_flight = requests.output_tokens.sum() * PASS_SECONDS / (requests.arrival_s[-1] - requests.arrival_s[0])
-    arrival_s = (requests.arrival_s - requests.arrival_s[0]) * in_flight / (LOAD * BATCH)
-    return Requests(
-        arrival_s=arrival_s,
-        adapter=requests.adapter,
-        output_tokens=requests.output_tokens,
-        num_adapters=requests.num_adapters,
-    )
+    in_flight = requests.output_tokens.sum() * PASS_SECONDS / requests.span_s
+    return requests.slowed(in_flight / (LOAD * BATCH))
 
 
 def simulate(requests: Requests, link: str, policy: str) -> dict[str, Any]:
     """Simulate one row of the table. The pool has room for at least four adapters of the largest rank."""
-    sizes = (np.random.default_rng(0).choice(RANKS, requests.num_adapters) * BYTES_PER_RANK).tolist()
+    sizes = sizes_of(requests).tolist()
     asked = sum(sizes[one] for one in np.unique(requests.adapter))
     pool = Pool(sizes, max(round(asked * SHARE), 4 * max(sizes)), LINKS[link])
     simulation = Simulation(requests, pool, POLICIES[policy])
     p50, p95, p99 = np.percentile(simulation.run(), (50, 95, 99)).tolist()
     return {"link": link, "policy": policy, "p50": p50, "p95": p95, "p99": p99, "longest": simulation.longest}
-
-
-def measure(directory: Path, num: int, adapters: int) -> list[dict[str, Any]]:
-    """Simulate every trace that exists, by pool and policy."""
-    rows = []
-    for name, file in FILES.items():
-        if (directory / file).exists():
-            requests = spread(requests_of(directory / file, num, adapters))
-            for link, policy in harness.progress(itertools.product(LINKS, POLICIES), name):
-                rows.append({"trace": name} | simulate(requests, link, policy))
-    return rows
 
 
 COLUMNS = (
@@ -214,7 +197,7 @@ COLUMNS = (
 
 def main() -> None:
     given = harness.flags(__doc__, traces=Path("shared/traces"), requests=3000, adapters=256)
-    rows = measure(given.traces, given.requests, given.adapters)
+    rows = over_traces(given, simulate, itertools.product(LINKS, POLICIES), spread)
     title = f"{given.requests:,} requests; seconds"
     harness.show(given, rows, harness.table(title, rows, COLUMNS))
 

@@ -13,14 +13,17 @@ Azure's and Mooncake's requests get theirs by Zipf 1.2. Traces that are missing 
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench import harness
 from lora_server.memory.entry import AdapterEntry, Footprint, Reason, Source, Want
@@ -51,10 +54,9 @@ class Outcome:
 
 class Simulation:
     def __init__(self, requests: Requests, capacity: int, policy: Policy) -> None:
-        dice = np.random.default_rng(0)
-        sizes = dice.choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
         self._entries = [
-            AdapterEntry(i, Source(Path(), "", ""), (0,), i, Footprint(int(size))) for i, size in enumerate(sizes)
+            AdapterEntry(i, Source(Path(), "", ""), (0,), i, Footprint(int(size)))
+            for i, size in enumerate(sizes_of(requests))
         ]
         self._requests, self._free, self._policy = requests, capacity, policy
         self._resident: set[AdapterEntry] = set()
@@ -153,23 +155,21 @@ def _activate(entry: AdapterEntry, active: bool) -> None:
 
 def requests_of(path: Path, num: int, adapters: int) -> Requests:
     if path.is_dir():
-        found = servegen.load(path).requests(
-            start_s=SERVEGEN_START, span_s=num / SERVEGEN_RATE, seed=0, rate=SERVEGEN_RATE
-        )
+        span_s = num / SERVEGEN_RATE
+        found = servegen.load(path).requests(start_s=SERVEGEN_START, span_s=span_s, seed=0, rate=SERVEGEN_RATE)
     else:
         found, _ = traces.read(path, traces.ZipfAdapters(num_adapters=adapters))
-    return Requests(
-        arrival_s=found.arrival_s[:num],
-        adapter=found.adapter[:num],
-        output_tokens=found.output_tokens[:num],
-        num_adapters=found.num_adapters,
-    )
+    return found.part(slice(num))
+
+
+def sizes_of(requests: Requests) -> NDArray[np.int64]:
+    """Draw the bytes of each adapter."""
+    return np.random.default_rng(0).choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
 
 
 def simulate(requests: Requests, pool: float, policy: str) -> dict[str, Any]:
     """Simulate one row of the table. The pool has room for at least two adapters of the largest rank."""
-    sizes = np.random.default_rng(0).choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
-    asked = int(sizes[np.unique(requests.adapter)].sum())
+    asked = int(sizes_of(requests)[np.unique(requests.adapter)].sum())
     capacity = max(round(asked * pool), 2 * max(RANKS) * BYTES_PER_RANK)
     outcome = Simulation(requests, capacity, POLICIES[policy]).run()
     waits = np.array(outcome.waits or [0.0])
@@ -184,14 +184,18 @@ def simulate(requests: Requests, pool: float, policy: str) -> dict[str, Any]:
     }
 
 
-def measure(directory: Path, num: int, adapters: int) -> list[dict[str, Any]]:
-    """Simulate every trace that exists, by pool and policy."""
-    rows = []
-    there = {name: directory / file for name, file in FILES.items() if (directory / file).exists()}
+def over_traces(
+    given: argparse.Namespace,
+    simulate: Callable[..., dict[str, Any]],
+    cases: Iterable[tuple[Any, ...]],
+    prepare: Callable[[Requests], Requests] = lambda requests: requests,
+) -> list[dict[str, Any]]:
+    """Simulate every trace that exists in all cases; return the rows."""
+    rows, every = [], list(cases)
+    there = {name: given.traces / file for name, file in FILES.items() if (given.traces / file).exists()}
     for name, path in there.items():
-        requests = requests_of(path, num, adapters)
-        for pool, policy in harness.progress(itertools.product(POOLS, POLICIES), name):
-            rows.append({"trace": name} | simulate(requests, pool, policy))
+        requests = prepare(requests_of(path, given.requests, given.adapters))
+        rows += [{"trace": name} | simulate(requests, *case) for case in harness.progress(every, name)]
     return rows
 
 
@@ -203,7 +207,7 @@ COLUMNS = (
 
 def main() -> None:
     given = harness.flags(__doc__, traces=Path("shared/traces"), requests=1500, adapters=256)
-    rows = measure(given.traces, given.requests, given.adapters)
+    rows = over_traces(given, simulate, itertools.product(POOLS, POLICIES))
     title = f"{given.requests:,} requests; cold waits in seconds"
     harness.show(given, rows, harness.table(title, rows, COLUMNS))
 

@@ -106,6 +106,17 @@ def make(work: Path, kind: str, adapters: Mapping[str, Mapping[str, Any]], **siz
     return model
 
 
+def make_alike(work: Path, kind: str, count: int, how: Mapping[str, Any], **sizes: Any) -> int:
+    """Do what `make` does, with adapters a0, a1, ... of one shape; return the bytes of one of them."""
+    make(work, kind, {f"a{seed}": how for seed in range(count)}, **sizes)
+    return (work / "adapters" / "a0" / "adapter_model.safetensors").stat().st_size
+
+
+def slow_link(nbytes: int, seconds: float, room: int) -> list[str]:
+    """Flags of a server that takes so long to load an adapter of these bytes, and has memory for `room` of them."""
+    return ["--device-pool", str(round(nbytes * (room + 0.5))), "--host-link-gbps", f"{nbytes * 8e-9 / seconds:.6f}"]
+
+
 @contextlib.contextmanager
 def serving(work: Path, *more: str) -> Iterator[RunningServer]:
     """A ready server of what `make` wrote, with more flags of `serve`."""
@@ -187,11 +198,16 @@ def crew(module: str, jobs: Iterable[Sequence[object]]) -> Iterator[list[Child]]
         yield started
 
 
+def as_json(job: object) -> str:
+    """Return the JSON of a msgspec.Struct, or of anything plain."""
+    return msgspec.json.encode(job).decode()
+
+
 def answers(crew: Iterable[Child], line: object = None) -> list[Any]:
     """Tell all children the same, as JSON, and return what each then says, of JSON."""
     crew = list(crew)
     for one in crew:
-        one.tell(msgspec.json.encode(line).decode())
+        one.tell(as_json(line))
     return [json.loads(one.said()) for one in crew]
 
 

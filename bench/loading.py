@@ -52,14 +52,6 @@ SITE = Site(0, "gate_up")
 CPU_LOADS = 72
 
 
-def make(kind: str, work: Path) -> int:
-    """A model and its adapters; returns the bytes of one of them in memory, at the most."""
-    adapters = {f"a{seed}": {"lora_rank": RANK, "targets": "experts"} for seed in range(ADAPTERS)}
-    harness.make(work, kind, adapters, **GEOMETRIES[kind])
-    (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
-    return weights.stat().st_size
-
-
 def load_forever(address: str) -> None:
     """The neighbour: a line once its first adapter is there, then on until killed."""
     caller = Caller(address, 1, 1)
@@ -122,7 +114,8 @@ def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
     """Percentiles of the three kinds of windows, in milliseconds, and rates of loading."""
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        size = make(kind, work)
+        adapter = {"lora_rank": RANK, "targets": "experts"}
+        size = harness.make_alike(work, kind, ADAPTERS, adapter, **GEOMETRIES[kind])
         pool = round(size * (RESIDENT + 0.5))
         with harness.serving(work, "--device-pool", str(pool)) as server:
             caller = Caller(server.address, ROWS, 0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -24,14 +23,14 @@ import torch
 from bench.gpu_run import stage
 from bench.gpu_run.lab import NAMES, Lab, open_lab
 from bench.gpu_run.record import Checks, Record
-from bench.gpu_run.served import SITE, Graph, Passes, Steps, by_link_us, joined, timed_us
+from bench.gpu_run.served import SITE, Steps, by_link_us, joined, passed, timed_us
+from bench.gpu_run.world_timing import WARM_UP, median
 from lora_server.adapters import open_adapter
 from lora_server.device.client.link import KernelLink
 from lora_server.spec import ModelSpec
 from lora_server.transport import e4m3
 from lora_server.wire import slot
 
-WARM_UP = 3
 ROUNDING = 2.0**-7  # of results of 16 bits, and of float32 sums, relative to what is added up
 MOST_LOST = 0.06  # of a step's deltas, by their norm: of the demo's models it is 3.3 to 3.7 %
 Bits = tuple[torch.Tensor, torch.Tensor]  # codes as uint8, and scales
@@ -73,11 +72,6 @@ def exact(adapter: Path, spec: ModelSpec, x_TK: torch.Tensor) -> tuple[torch.Ten
     return out_TO, lost_TO + error_of_format(out_TO.abs() + lost_TO)
 
 
-def median(times: list[float]) -> float:
-    """Without those of the warm-up."""
-    return round(statistics.median(times[WARM_UP:]), 2)
-
-
 def check(checks: Checks, lab: Lab, given: argparse.Namespace) -> None:
     """Codes, answers, and rows that are no numbers."""
     with joined(lab, "shm", "cpu") as session:
@@ -107,12 +101,6 @@ def check(checks: Checks, lab: Lab, given: argparse.Namespace) -> None:
 def equal(ours: Bits, theirs: Bits) -> bool:
     """Bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def passed(steps: Steps) -> Passes:
-    """Make the passes of these steps: in a CUDA graph on a GPU, as plain launches otherwise."""
-    assert isinstance(steps.link, KernelLink)
-    return (Graph if steps.link.device.type == "cuda" else Passes)(steps, steps.link)
 
 
 def times(record: Record, lab: Lab, wire: str, rows: int, given: argparse.Namespace) -> None:

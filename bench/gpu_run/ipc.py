@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,7 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
     ):
         witness = lab.start()
         for name in arguments.scenarios.split(","):
-            began = time.monotonic()
-            try:
-                facts: dict[str, Any] = {"good": True, "found": SCENARIOS[name](lab, witness)}
-            except Exception as problem:
-                facts = {"good": False, "reason": f"{type(problem).__name__}: {problem}"[:400]}
-            record.add("scenario", name=name, **facts, seconds=round(time.monotonic() - began, 1))
-            if not facts["good"]:
+            if not record.attempt("scenario", name, partial(SCENARIOS[name], lab, witness)):
                 good, witness = False, replaced(lab)
         print(lab.server.tail())
     return good

@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,7 @@ class World:
         """The answers of these ranks, in order; raises TimeoutError or RuntimeError for one that gives none."""
         for rank in ranks:
             self.pes[rank].tell(**command)
-        return [self.answer(rank, event) for rank in ranks]
-
-    def answer(self, rank: int, event: str) -> dict[str, Any]:
-        """Raises RuntimeError for a command that failed."""
-        found = self.pes[rank].event(time.monotonic() + ANSWER_SECONDS, f"{event!r} within {ANSWER_SECONDS:g} s")
-        if found["event"] != event:
-            raise RuntimeError(f"PE {rank}: expected {event!r}, got {found}")
-        return found
+        return [self.pes[rank].answer(event, ANSWER_SECONDS) for rank in ranks]
 
     def end(self) -> None:
         """End all PEs."""
@@ -105,16 +99,6 @@ STEPS: dict[str, Callable[[World], dict[str, Any]]] = {  # each needs those befo
 }
 
 
-def attempt(record: Record, world: World, name: str, step: Callable[[World], dict[str, Any]]) -> bool:
-    """One line; whether it went as it should."""
-    try:
-        record.add("check", pes=world.size, name=name, good=True, found=step(world))
-    except Exception as problem:
-        record.add("check", pes=world.size, name=name, good=False, reason=f"{type(problem).__name__}: {problem}"[:400])
-        return False
-    return True
-
-
 def check(record: Record, _: argparse.Namespace) -> None:
     """Check that PEs accept their flags and the device code exists; with a compiler, also that it compiles."""
     nvshmem_pe.parse(["0", "2", "module"])
@@ -145,7 +129,7 @@ def work(record: Record, _: argparse.Namespace) -> bool:
 def play(record: Record, world: World) -> bool:
     """Run the steps up to the first that fails, then end the PEs. Returns whether all passed."""
     try:
-        return all(attempt(record, world, name, step) for name, step in STEPS.items())
+        return all(record.attempt("check", name, partial(step, world), pes=world.size) for name, step in STEPS.items())
     finally:
         world.end()
 

@@ -9,7 +9,6 @@ times        of a replay, with adapters and without, by events of the GPU
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,9 @@ from pathlib import Path
 import torch
 
 from bench.gpu_run import stage
-from bench.gpu_run.lab import Lab, open_lab
+from bench.gpu_run.lab import open_lab
 from bench.gpu_run.record import Checks, Record
-from bench.gpu_run.served import CAPTURE
+from bench.gpu_run.served import CAPTURE, note, timed_us
 from client_connector.client import Client
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
@@ -32,7 +31,6 @@ from client_connector.serving.planned import PlannedPass
 from lora_server.spec import ModelSpec, Site
 
 ROWS, TOP_K, LAYER, SEED = 24, 2, 1, 5
-ROUNDS, WARM_UP = 300, 30
 SECONDS = 20.0
 BATCHES: tuple[tuple[str | None, ...], ...] = (("a",), ("b", None, "a"), ("a", "b"), (None, "b", None, None))
 Names = Sequence[str | None]
@@ -118,9 +116,9 @@ def answers(
 
 
 @contextmanager
-def by_host(lab: Lab) -> Iterator[Layer]:
+def by_host(server: str, transport: str) -> Iterator[Layer]:
     """The oracle; without weights, for a GPU's GEMM and a CPU's round differently."""
-    forward = PlannedPass(Client(RemoteServer(lab.server.address, "shm"), SECONDS), lambda: True)
+    forward = PlannedPass(Client(RemoteServer(server, transport), SECONDS), lambda: True)
     try:
         yield Layer(forward.client.terms.spec, forward, ROWS, "cpu", scale=0.0)
     finally:
@@ -128,14 +126,28 @@ def by_host(lab: Lab) -> Iterator[Layer]:
 
 
 @contextmanager
-def by_launches(lab: Lab) -> Iterator[Layer]:
+def by_launches(server: str, transport: str, device: str) -> Iterator[Layer]:
     """Make a layer with the passes under test, by launches."""
-    client = Client(RemoteServer(lab.server.address, "gpu", device="cuda"), SECONDS)
+    client = Client(RemoteServer(server, transport, device=device), SECONDS)
     forward = LaunchedPass(client, lambda: True, dtype=torch.bfloat16, max_rows=ROWS, max_adapters=4)
     try:
-        yield Layer(client.terms.spec, forward, ROWS, "cuda", scale=0.0)
+        yield Layer(client.terms.spec, forward, ROWS, device, scale=0.0)
     finally:
         forward.close()
+
+
+def judged(layer: Layer, oracle: Layer, plays: dict[str, Callable[[], None]]) -> dict[str, bool]:
+    """Compare passes with the host's, for each way to play one: name -> whether it was right."""
+    assert isinstance(layer.forward, LaunchedPass)
+    found = {}
+    for how, play in plays.items():
+        for seed, names in enumerate(BATCHES):
+            pairs = zip(answers(layer, names, seed, play), answers(oracle, names, seed, oracle.run), strict=True)
+            found[f"{how}: {names}"] = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        before = layer.forward.sent()
+        found[f"{how}: base rows"] = not any(one.any() for one in answers(layer, (None,), SEED, play))
+        found[f"{how}: base rows send nothing"] = layer.forward.sent() == before
+    return found
 
 
 def captured(layer: Layer) -> torch.cuda.CUDAGraph:
@@ -150,19 +162,6 @@ def captured(layer: Layer) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Median of many."""
-    times = []
-    for _ in range(WARM_UP + ROUNDS):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(1e3 * float(began.elapsed_time(ended)))
-    return round(statistics.median(times[WARM_UP:]), 2)
-
-
 def work(record: Record, arguments: argparse.Namespace) -> bool:
     """Whether every answer is the one that a host's client gets; times are only written down."""
     checks = Checks(record)
@@ -170,21 +169,14 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         tempfile.TemporaryDirectory(prefix="lora-passes-") as scratch,
         open_lab(record, Path(scratch), "cuda", "gpu") as lab,
     ):
-        with by_host(lab) as oracle, by_launches(lab) as layer:
+        address, device = lab.server.address, torch.device("cuda", 0)
+        with by_host(address, "shm") as oracle, by_launches(address, "gpu", "cuda") as layer:
             graph = captured(layer)
-            for how, play in (("replayed", graph.replay), ("eager", layer.run)):
-                for seed, names in enumerate(BATCHES):
-                    pairs = zip(
-                        answers(layer, names, seed, play), answers(oracle, names, seed, oracle.run), strict=True
-                    )
-                    checks.judge(f"{how}: {names}", all(torch.equal(ours, theirs) for ours, theirs in pairs))
-            assert isinstance(layer.forward, LaunchedPass)
-            before = layer.forward.sent()
-            checks.judge("base rows", not any(one.any() for one in answers(layer, (None,), SEED, graph.replay)))
-            checks.judge("base rows send nothing", layer.forward.sent() == before)
-            record.add("latency", what="a pass of base rows in a graph", median_us=replay_us(graph))
+            for name, right in judged(layer, oracle, {"eager": layer.run, "replayed": graph.replay}).items():
+                checks.judge(name, right)
+            note(record, "a pass of base rows in a graph", lambda: timed_us(device, graph.replay))
             begin(layer.forward, BATCHES[1], ROWS)
-            record.add("latency", what="a pass with adapters in a graph, three sites", median_us=replay_us(graph))
+            note(record, "a pass with adapters in a graph, three sites", lambda: timed_us(device, graph.replay))
             checks.judge("after all of them", layer.forward.end() == {})
         print(lab.server.tail())
     return checks.good

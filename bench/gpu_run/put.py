@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 
 import torch
 
 from bench.gpu_run import put_timing, stage
 from bench.gpu_run.record import Record
+from bench.gpu_run.served import WARM_UP, note
 from bench.kernels.models import MODELS
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 ROW_BYTES = 8 << 10
-ROUNDS, WARM_UP = 300, 30
 GEMM_WIDTH, GEMMS, GEMM_ROUNDS = 8192, 4, 20
 MODEL, TOKENS = "mixtral-8x7b", 64
 
@@ -33,20 +32,12 @@ def check(*_: object) -> None:
     assert MODEL in MODELS
 
 
-def timed(record: Record, what: str, nbytes: int, once: Callable[[], float]) -> float:
-    """Many times, one line; the median in us."""
-    times = sorted([once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
-    median, late = statistics.median(times), times[int(len(times) * 0.95)]
-    record.add("latency", what=what, bytes=nbytes, median_us=round(median, 2), p95_us=round(late, 2))
-    return median
-
-
 def latencies(record: Record, device: torch.device) -> bool:
     """Time a put alone, by size. Returns whether every row arrived."""
     good = True
     for nbytes in SIZES:
         put = put_timing.TimedPut(device, torch.cuda.Stream(device), nbytes // ROW_BYTES, ROW_BYTES)
-        timed(record, "put", nbytes, put.once_us)
+        note(record, "put", put.once_us, bytes=nbytes)
         arrived = torch.equal(put.target, put.rows[put.order])
         record.add("arrived", name=f"{nbytes} bytes", good=arrived)
         good = good and arrived
@@ -57,9 +48,9 @@ def round_trips(record: Record, device: torch.device) -> bool:
     """put / serve / wait as the host does it today, and without the host between; whether the result is right."""
     trip = put_timing.RoundTrip(device, MODELS[MODEL], TOKENS)
     nbytes = trip.request.target.nbytes
-    timed(record, f"put, serve, wait: {MODEL} gate_up, {TOKENS} tokens", nbytes, trip.by_host_us)
-    timed(record, "the same as three launches on one stream", nbytes, trip.on_one_stream_us)
-    timed(record, "the LoRA step alone", nbytes, trip.step_us)
+    note(record, f"put, serve, wait: {MODEL} gate_up, {TOKENS} tokens", trip.by_host_us, bytes=nbytes)
+    note(record, "the same as three launches on one stream", trip.on_one_stream_us, bytes=nbytes)
+    note(record, "the LoRA step alone", trip.step_us, bytes=nbytes)
     error = trip.error()
     good = error < put_timing.MOST_ERROR
     record.add("served", name="the result of put, serve, wait", error=error, good=good)

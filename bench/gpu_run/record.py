@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,16 @@ class Record:
             file.write(json.dumps({"kind": kind, **facts}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def attempt(self, kind: str, name: str, step: Callable[[], object], **about: Any) -> bool:
+        """Take a step, and add what it found, or the error that it raised. Returns whether it found something."""
+        began = time.monotonic()
+        try:
+            facts: dict[str, Any] = {"good": True, "found": step()}
+        except Exception as problem:
+            facts = {"good": False, "reason": f"{type(problem).__name__}: {problem}"[:600]}
+        self.add(kind, **about, name=name, **facts, seconds=round(time.monotonic() - began, 1))
+        return bool(facts["good"])
 
     def find(self, kind: str, **like: Any) -> list[dict[str, Any]]:
         """The lines of a kind with these facts, oldest first."""

@@ -135,6 +135,12 @@ class Graph(Passes):
         return timed_us(self.device, self.once)
 
 
+def passed(steps: Steps) -> Passes:
+    """Make the passes of these steps: in a CUDA graph on a GPU, as plain launches otherwise."""
+    assert isinstance(steps.link, KernelLink)
+    return (Graph if steps.link.device.type == "cuda" else Passes)(steps, steps.link)
+
+
 def timed_us(device: torch.device, work: Callable[[], object]) -> float:
     """Time what `work` queues on torch's current stream: by events on a GPU, by the clock on a CPU."""
     if device.type != "cuda":
@@ -167,12 +173,11 @@ def joined(lab: Lab, transport: str, device: str) -> Iterator[RemoteSession]:
         session.leave()
 
 
-def note(record: Record, what: str, times: list[float]) -> None:
-    """Median and tail, in us."""
-    kept = sorted(times[WARM_UP:])
-    record.add(
-        "latency", what=what, median_us=round(statistics.median(kept), 2), p95_us=round(kept[int(0.95 * len(kept))], 2)
-    )
+def note(record: Record, what: str, once: Callable[[], float], **about: object) -> None:
+    """Take the time of something many times, and record the median and the tail, in us."""
+    kept = sorted([once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
+    median, late = statistics.median(kept), kept[int(0.95 * len(kept))]
+    record.add("latency", what=what, **about, median_us=round(median, 2), p95_us=round(late, 2))
 
 
 def by_link_us(steps: Steps) -> float:
@@ -205,13 +210,13 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         with joined(lab, "gpu", "cuda") as session:
             steps = Steps(session, torch.device("cuda", 0))
             checks.judge("by Link", torch.equal(steps.once(), expected))
-            note(record, "push and wait by Link", [by_link_us(steps) for _ in range(WARM_UP + ROUNDS)])
+            note(record, "push and wait by Link", lambda: by_link_us(steps))
         with joined(lab, "gpu", "cuda") as session:
             link = session.links[0]
             assert isinstance(link, KernelLink)
             graph = Graph(Steps(session, torch.device("cuda", 0)), link)
             checks.judge("captured", torch.equal(graph.run(), expected))
-            note(record, "put and add in a graph", [graph.replay_us() for _ in range(WARM_UP + ROUNDS)])
+            note(record, "put and add in a graph", graph.replay_us)
             checks.judge("an error is told", told(graph))
             for _ in range(MANY):  # one stream: each waits for the one before
                 graph.once()

@@ -53,6 +53,18 @@ class Spoken:
             continue
         return found
 
+    def answer(self, event: str, seconds: float) -> dict[str, Any]:
+        """Wait for its next event. Raises as `event` does, and RuntimeError for one of another kind."""
+        found = self.event(time.monotonic() + seconds, f"{event!r} within {seconds:g} s")
+        if found["event"] != event:
+            raise RuntimeError(f"process {self.process.pid}: expected {event!r}, got {found}")
+        return found
+
+    def ask(self, event: str, seconds: float, **command: Any) -> dict[str, Any]:
+        """Tell it a command, and wait for the answer as `answer` does."""
+        self.tell(**command)
+        return self.answer(event, seconds)
+
     def heard(self) -> list[dict[str, Any]]:
         """Return the events that have not been read yet; raise RuntimeError if one of them is the process's end."""
         found = []

@@ -46,18 +46,6 @@ WORLD = {name: value for name, value in ENVIRONMENT.items() if name != "NVSHMEM_
 class Engine(Spoken):
     """An engine process; each call is one command, and its answer."""
 
-    def ask(self, event: str, seconds: float, **command: Any) -> dict[str, Any]:
-        """Raises RuntimeError for another answer, TimeoutError for none."""
-        self.tell(**command)
-        return self.answer(event, seconds)
-
-    def answer(self, event: str, seconds: float) -> dict[str, Any]:
-        """Wait for the engine's answer. Raises RuntimeError for another answer, TimeoutError for none."""
-        found = self.event(time.monotonic() + seconds, f"{event!r} within {seconds:g} s")
-        if found["event"] != event:
-            raise RuntimeError(f"engine {self.process.pid}: expected {event!r}, got {found}")
-        return found
-
     def tokens(self, seconds: float = ANSWER_SECONDS) -> torch.Tensor:
         """Generate the batch and return its tokens."""
         return torch.tensor(self.ask("generated", seconds, do="generate")["tokens"])
@@ -200,13 +188,7 @@ STEPS: dict[str, Callable[[World], dict[str, Any]]] = {  # each needs those befo
 
 def attempt(record: Record, world: World, name: str) -> bool:
     """Run one step and record its line. Returns whether it passed."""
-    began = time.monotonic()
-    try:
-        facts: dict[str, Any] = {"good": True, "found": STEPS[name](world)}
-    except Exception as problem:
-        facts = {"good": False, "reason": f"{type(problem).__name__}: {problem}"[:600]}
-    record.add("check", name=name, **facts, seconds=round(time.monotonic() - began, 1))
-    return bool(facts["good"])
+    return record.attempt("check", name, lambda: STEPS[name](world))
 
 
 def work(record: Record, given: argparse.Namespace) -> bool:

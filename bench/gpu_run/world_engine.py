@@ -6,7 +6,7 @@ python -m bench.gpu_run.world_engine MODEL SERVER --device cuda --transport nvsh
 {"do": "generate"}   -> "generated": greedy tokens [B, N], logits after the prompt [B, V], seconds
 {"do": "leave"}      -> "left"; it may join again
 {"do": "measure", "rows": n, "rounds": n}      -> "measured": steps at one site, once it has left; see world_timing
-{"do": "passes"}     -> "passed": a serving engine's pass at a layer's sites, once it has left; see world_passes
+{"do": "passes"}     -> "passed": a serving engine's pass at a layer's sites, once it has left; see passes
 anything that fails  -> "failed": the error's code and text, and whether this process can still compute
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.gpu_run import world_passes, world_timing
+from bench.gpu_run import passes, world_timing
 from bench.gpu_run.child import be_an_engine, context, engine_flags, say
 from bench.gpu_run.engine import generate
 from bench.gpu_run.lab import NAMES
@@ -84,9 +84,11 @@ class Engine:
         return {"event": "measured", "found": world_timing.measure(server, self.device, rows, rounds)}
 
     def passes(self) -> dict[str, Any]:
-        """See world_passes."""
-        given = self.given
-        return {"event": "passed", "found": world_passes.judged(given.server, given.transport, given.device)}
+        """Compare a serving engine's passes with a host's over TCP; on a GPU also in a graph."""
+        server, transport, device = self.given.server, self.given.transport, self.given.device
+        with passes.by_host(server, "tcp") as oracle, passes.by_launches(server, transport, device) as layer:
+            graph = {"replayed": passes.captured(layer).replay} if device == "cuda" else {}
+            return {"event": "passed", "found": passes.judged(layer, oracle, graph | {"eager": layer.run})}
 
     def obey(self, do: str, **more: Any) -> None:
         """One line of stdin."""

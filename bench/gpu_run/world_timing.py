@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_run.served import Graph, Passes, Steps, by_link_us, timed_us
+from bench.gpu_run.served import Steps, by_link_us, passed, timed_us
 from client_connector.remote import RemoteServer, RemoteSession
 from lora_server.device.client.link import KernelLink
 from lora_server.wire import slot
@@ -41,7 +41,7 @@ def by_kernels(
     link = session.links[0]
     assert isinstance(link, KernelLink)
     steps = Steps(session, device, rows)
-    passes = (Graph if device.type == "cuda" else Passes)(steps, link)
+    passes = passed(steps)
     same = torch.equal(passes.run(), expected)
     whole = [timed_us(device, passes.once) for _ in range(WARM_UP + rounds)]
     pushes, raws, nothing = list[float](), list[float](), list[float]()
