@@ -101,12 +101,17 @@ def admissions(server: RunningServer) -> tuple[int, int]:
     return kinds[0], sum(kinds) + int(float(found["lora_server_admission_queue"]))
 
 
+def calls_of(requests: Requests) -> list[Call]:
+    """Make a live client's calls of these requests."""
+    rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
+    return [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
+
+
 def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -> tuple[list[Seen], tuple[int, int]]:
     """Make all calls by live clients; return their outcomes in order, and the server's counts as in `admissions`."""
     harness.until(lambda: not (now := harness.status(server.address)).clients and not now.active, "no holder is left")
     before = admissions(server)
-    rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
-    every = [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
+    every = calls_of(requests)
     jobs = [Job(server.address, every[number::clients]) for number in range(clients)]
     with asking(jobs, work) as running:
         after = admissions(server)

@@ -109,18 +109,13 @@ def work(
     return list(seen.values())
 
 
-def _wait_for_the_end(enough: threading.Event) -> None:
-    sys.stdin.read()
-    enough.set()
-
-
 def main() -> None:
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     leases = AdapterLeases(Settings(job.server), lambda text: ())
     try:
         print("ready", flush=True)
         zero, enough = float(sys.stdin.readline()), threading.Event()
-        threading.Thread(target=_wait_for_the_end, args=(enough,), daemon=True).start()
+        threading.Thread(target=lambda: (sys.stdin.read(), enough.set()), daemon=True).start()
         seen = work(job, leases, zero, lambda: print("asked", flush=True), enough)
         print(msgspec.json.encode(seen).decode(), flush=True)
     finally:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from bench import admission, harness
 from bench import admission_cells as cells
-from bench.admission_client import Call, Job
+from bench.admission_client import Job
 from lora_server.demo import children
 from lora_server.demo.launch import RunningServer, free_ports
 from lora_server.placement import Layout
@@ -203,14 +203,12 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     plan = evaluate(scenario(PlanFlags(**question(work, given.adapters))), Layout(1, 1))
     requests = calls_of_a_day(given)
     best, layouts = oracle(requests, day, plan)
-    rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
-    every = [Call(i, at, admission.name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
     pool = f"--device-pool={SLOTS * size}"
     with (
         harness.serving(work, "--layout", str(layouts[0]), pool) as server,
         watching(server, work / "plan.yaml", day) as said,
         LayoutLooks(server.address) as looks,
-        admission.asking([Job(server.address, every)], work) as running,
+        admission.asking([Job(server.address, admission.calls_of(requests))], work) as running,
     ):
         ended = time.monotonic()  # when the last was asked for
         seen = sorted(admission.outcomes(running), key=lambda one: one.index)

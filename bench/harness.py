@@ -171,9 +171,10 @@ def least_s(rounds: int, call: Callable[[], object]) -> float:
 class Child:
     """`python -m MODULE ARGUMENTS`, which hears and says lines, and ends with this process."""
 
-    def __init__(self, module: str, *arguments: object) -> None:
+    def __init__(self, module: str, *arguments: object, **how: Any) -> None:
+        """Start it; `how` is subprocess's."""
         command, pipe = [sys.executable, "-m", module, *map(str, arguments)], subprocess.PIPE
-        self.process = children.start(command, stdin=pipe, stdout=pipe, text=True)
+        self.process = children.start(command, stdin=pipe, stdout=pipe, text=True, **how)
 
     def tell(self, line: object = "") -> None:
         """Write a line to it."""

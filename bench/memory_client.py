@@ -26,6 +26,7 @@ from lora_server.adapters import open_adapter
 from lora_server.errors import LoraServerError
 from lora_server.spec import ModelSpec, Site
 from lora_server.wire.terms import Held
+from provisioning.workload.workload import zipf
 
 TOLERANCE = 1e-4  # of the largest value of a step, in float32
 
@@ -146,11 +147,6 @@ class Seen:
     done: bool = False
 
 
-def zipf(count: int, exponent: float) -> np.ndarray:
-    weights = np.arange(1, count + 1) ** -exponent
-    return weights / weights.sum()
-
-
 def work(job: Job, tell: Callable[[Seen], None], enough: threading.Event) -> None:
     """Make requests of random adapters, each of some steps at random sites of rising layers; go on after errors.
 
@@ -187,7 +183,7 @@ def work(job: Job, tell: Callable[[Seen], None], enough: threading.Event) -> Non
 def _drawn(job: Job) -> Iterator[int]:
     source = np.random.default_rng(job.seed)
     while True:
-        yield from source.choice(len(job.names), 1024, p=zipf(len(job.names), job.zipf)).tolist()
+        yield from source.choice(len(job.names), 1024, p=zipf(job.zipf, len(job.names))).tolist()
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import harness
+from bench.harness import Child, as_json
 from bench.memory_client import Job, Seen
 from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer
@@ -62,15 +63,13 @@ def make(work: Path, adapters: int) -> tuple[list[str], dict[str, str], int]:
     return names, sources, round(statistics.mean(sizes))
 
 
-class Engine:
+class Engine(Child):
     """A process of bench.memory_client; a thread reads its newest line."""
 
     def __init__(self, job: Job, log: Path) -> None:
         self.seen = Seen()
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "bench.memory_client", msgspec.json.encode(job).decode()]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(children.own(command), stdin=pipe, stdout=pipe, stderr=self._log)
+        super().__init__("bench.memory_client", as_json(job), stderr=self._log)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -195,10 +194,9 @@ def _watch(server: RunningServer, engines: list[Engine], options: argparse.Names
             time.sleep(0.1)
     stop.set()
     seen = [engine.seen for engine in engines]
-    errors: dict[str, int] = {}
+    errors = Counter[str]()
     for one in seen:
-        for code, count in one.errors.items():
-            errors[code] = errors.get(code, 0) + count
+        errors.update(one.errors)
     return {
         "steps": sum(one.steps for one in seen),
         "seconds": time.time() - began,

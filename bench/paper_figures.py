@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import harness, paper_more, paper_page
+from bench.paper_more import Rows, row
 from bench.provision_plots import draw
-from bench.provision_setups import ASSUMPTIONS, TABLE_3, Setup, measure, serviceable_rate, tuned
+from bench.provision_setups import ASSUMPTIONS, TABLE_3, Setup, serviceable_rate, tuned
 from lora_server.placement import Layout
 from provisioning.model.latency import Eq6
 
-Rows = list[dict[str, object]]
 FORMS: dict[str, Eq6] = {"per stage": "stage", "as printed": "printed"}
 
 
@@ -38,19 +38,6 @@ def systems(model: str) -> dict[str, Setup]:
         "LoRA Server": server,
         "LoRA Server, Eq. 6 as printed": replace(server, eq6="printed"),
         "LoRA Server, any instance": replace(server, any_instance=True),
-    }
-
-
-def row(name: object, setup: Setup, rate: float) -> dict[str, object]:
-    found = measure(setup, rate)
-    return {
-        "case": name,
-        "rate": round(rate, 2),
-        "cache_slots": setup.cache_slots() * (1 if setup.layout else setup.instances),
-        "ttft_p95_s": round(found.ttft_p95_s, 4),
-        "tpot_ms": round(found.tpot_s * 1e3, 2),
-        **{f"adapters_{int(level * 100)}": round(share, 4) for level, share in found.attainment.items()},
-        "tokens_per_s": round(found.tokens_per_s),
     }
 
 

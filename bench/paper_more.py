@@ -65,18 +65,25 @@ class AblatedSetup(Setup):
         return shard_bytes / self.cluster.host_bytes_per_us * 1e-6
 
 
-def scored(case: str, setup: Setup, rate: float, **more: object) -> dict[str, object]:
+def row(name: object, setup: Setup, rate: float) -> dict[str, object]:
     """Simulate a set-up; return its row."""
     found = measure(setup, rate)
     return {
-        **more,
-        "case": case,
+        "case": name,
         "rate": round(rate, 2),
+        "cache_slots": setup.cache_slots() * (1 if setup.layout else setup.instances),
         "ttft_p95_s": round(found.ttft_p95_s, 4),
-        "adapters_90": round(found.attainment[0.9], 4),
         "tpot_ms": round(found.tpot_s * 1e3, 2),
+        **{f"adapters_{int(level * 100)}": round(share, 4) for level, share in found.attainment.items()},
         "tokens_per_s": round(found.tokens_per_s),
     }
+
+
+def scored(case: str, setup: Setup, rate: float, **more: object) -> dict[str, object]:
+    """Simulate a set-up; return its row, without what the figures here do not show."""
+    found = row(case, setup, rate)
+    shown = ("case", "rate", "ttft_p95_s", "adapters_90", "tpot_ms", "tokens_per_s")
+    return {**more, **{name: found[name] for name in shown}}
 
 
 def figure_1a() -> Rows:
@@ -107,11 +114,13 @@ def figure_1b() -> Rows:
     ]
 
 
-def over_time(setup: Setup, rate: float, count: Callable[[SimulationResult, float], float]) -> list[float]:
-    """Apply `count` to the outcome of one run at each of TIMES."""
+def over_time(
+    case: str, setup: Setup, rate: float, name: str, count: Callable[[SimulationResult, float], float]
+) -> Rows:
+    """Apply `count` to the outcome of one run at each of TIMES; return a row of each."""
     requests = setup.workload.sample(rate=rate, num_requests=math.ceil(rate * 300), seed=0)
     outcome = run(requests, setup.system())
-    return [count(outcome, float(time)) for time in TIMES]
+    return [{"case": case, "time_s": float(time), name: count(outcome, float(time))} for time in TIMES]
 
 
 def running(outcome: SimulationResult, time: float) -> float:
@@ -133,8 +142,7 @@ def figure_6() -> Rows:
     rows: Rows = []
     for ratio in (0.1, 0.2, 0.3, 0.4, 0.5):
         setup = Setup(model=MIXTRAL, instances=4, adapters=256, slots=max(int(256 * ratio / 4), 1))
-        for time, value in zip(TIMES, over_time(setup, 48.0, running), strict=True):
-            rows.append({"case": f"{ratio:.0%}", "time_s": float(time), "batch": value / 4})
+        rows += over_time(f"{ratio:.0%}", setup, 48.0, "batch", lambda outcome, time: running(outcome, time) / 4)
     return rows
 
 
@@ -143,8 +151,7 @@ def figure_12b() -> Rows:
     rows: Rows = []
     for instances in range(1, 7):
         setup = Setup(model=MIXTRAL, instances=instances, layout=Layout(4, 1))
-        for time, value in zip(TIMES, over_time(setup, 12.0 * instances, active), strict=True):
-            rows.append({"case": f"{instances} instances", "time_s": float(time), "active": value})
+        rows += over_time(f"{instances} instances", setup, 12.0 * instances, "active", active)
     return rows
 
 
@@ -153,9 +160,7 @@ def figure_13b() -> Rows:
     rows: Rows = []
     for layout in ("ep4-pp1", "ep2-pp3", "ep4-pp2"):
         setup = Setup(model="qwen3-30b-a3b", instances=4, layout=Layout.parse(layout))
-        name = f"{layout} ({setup.cache_slots()})"
-        for time, value in zip(TIMES, over_time(setup, 35.0, active), strict=True):
-            rows.append({"case": name, "time_s": float(time), "active": value})
+        rows += over_time(f"{layout} ({setup.cache_slots()})", setup, 35.0, "active", active)
     return rows
 
 
