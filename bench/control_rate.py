@@ -20,7 +20,6 @@ import psutil
 from bench import harness
 from bench.control_engines import Job, Load
 from bench.harness import Child, answers, as_json, crew
-from bench.many_adapters import make
 
 WARM_SECONDS, PATIENCE = 1.0, 900.0
 POOL = "2GiB"
@@ -72,7 +71,7 @@ def main() -> None:
     rows = []
     for adapters in given.adapters:
         with tempfile.TemporaryDirectory() as scratch:
-            make(Path(scratch), adapters, lora_rank=1, targets="qv")
+            harness.make_many(Path(scratch), adapters)
             with harness.serving(Path(scratch), "--layout", "ep1-pp1", "--device-pool", POOL) as server:
                 harness.until(
                     lambda server=server: all(one.state == "ready" for one in harness.listed(server.address)),

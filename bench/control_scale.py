@@ -5,12 +5,15 @@ shards register, take every command, and report that they measured an adapter, t
 beat, and hold and release adapters, Zipf 1.0, at these `--rates`, acquires a second of all engines together. Measured:
 seconds until the server is ready and shards know the adapters that they are told of in advance, until all engines have
 joined; acquires of adapters that shards know (warm) and of others (cold); the list's first page, all of it, the status,
-the page, a scrape of the metrics, and what the controller's process takes.
+the page, a scrape of the metrics, and what the controller's process takes; seconds until the real shard, killed, is
+back and knows all adapters, its CPU time for that, and until the controller is, killed after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -20,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 
 from bench import harness
 from bench.control_engines import Job, Load
 from bench.harness import Child, answers, as_json, crew
-from bench.many_adapters import make
 from lora_server.control.sync.spread import MOST_IN_ADVANCE
 from lora_server.demo.launch import RunningServer, launch
 from lora_server.wire import lora_server_pb2 as pb
@@ -46,7 +49,8 @@ COLUMNS = (
 FACTS = (
     "shards {shards:d} | engines {engines:d} | adapters {adapters:,d} | known {told:,d} | ready s {ready_s:.0f}"
     " | known s {known_s:.0f} | joined s {joined_s:.0f} | first page of list s {list_s:.2f} | all of it {all_s:.1f}"
-    " | status {status_s:.2f} | page {page_s:.2f} | scrape {scrape_s:.2f} | MB {mb:.0f}"
+    " | status {status_s:.2f} | page {page_s:.2f} | scrape {scrape_s:.2f} | MB {mb:.0f} | shard back s {shard_s:.1f}"
+    " | knows all {shard_knows_s:.1f} | its CPU {shard_cpu_s:.1f} | controller back {controller_s:.1f}"
 )
 
 
@@ -84,7 +88,7 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
     """Run one server of this size; return its figures, and a row per rate."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        make(root, size.adapters, 1, "qv", **SIZES)
+        harness.make_many(root, size.adapters, **SIZES)
         (root / "token").write_text(TOKEN)
         flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", size.layout]
         flags += ["--nodes", str(size.shards), "--node-rank", "0", "--join-token-file", str(root / "token")]
@@ -93,7 +97,8 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
             with fakes(server.address, root, size) as started:
                 facts = {**asdict(size), **wait_for_all(server, size, started)}
                 print(facts, file=sys.stderr, flush=True)
-                return with_engines(server, size, rates, seconds, facts)
+                facts, rows = with_engines(server, size, rates, seconds, facts)
+                return facts | restarts(server), rows
         except BaseException:
             print(server.tail(), file=sys.stderr)
             raise
@@ -150,6 +155,31 @@ def with_engines(
         }
         facts |= {name: harness.least_s(3, call) for name, call in calls.items()}
         return facts | {"mb": controller.memory_info().rss / 1e6}, rows
+
+
+def restarts(server: RunningServer) -> dict[str, float]:
+    """Kill the real shard, then the controller; return the seconds until each is back, and the new shard's CPU time."""
+    before = harness.status(server.address)
+
+    def shard_is_back() -> bool:
+        shard = harness.status(server.address).shards[0]
+        return shard.state == "up" and shard.pid not in (0, before.shards[0].pid)
+
+    def knows_all() -> bool:
+        return shard_is_back() and all(one.state != "loading" for one in harness.listed(server.address))
+
+    def controller_is_back() -> bool:
+        with contextlib.suppress(grpc.RpcError, OSError):
+            return server.get("/readyz")[0] == 200 and harness.status(server.address).pid != before.pid
+        return False
+
+    os.kill(before.shards[0].pid, signal.SIGKILL)
+    up = harness.until(shard_is_back, "the shard is back", PATIENCE)
+    knows = up + harness.until(knows_all, "the shard knows all adapters", PATIENCE)
+    cpu = sum(psutil.Process(harness.status(server.address).shards[0].pid).cpu_times()[:2])
+    os.kill(before.pid, signal.SIGKILL)
+    controller = harness.until(controller_is_back, "the controller is back", PATIENCE)
+    return {"shard_s": up, "shard_knows_s": knows, "shard_cpu_s": cpu, "controller_s": controller}
 
 
 def at_rate(

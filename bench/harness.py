@@ -29,6 +29,7 @@ from lora_server.wire.rpc import open_channel
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
+CONTENTS = 20  # of which all adapters of make_many are
 
 
 def flags(about: str | None, *, json: bool = True, **defaults: Any) -> argparse.Namespace:
@@ -110,6 +111,18 @@ def make_alike(work: Path, kind: str, count: int, how: Mapping[str, Any], **size
     """Do what `make` does, with adapters a0, a1, ... of one shape; return the bytes of one of them."""
     make(work, kind, {f"a{seed}": how for seed in range(count)}, **sizes)
     return (work / "adapters" / "a0" / "adapter_model.safetensors").stat().st_size
+
+
+def make_many(work: Path, count: int, **sizes: Any) -> None:
+    """Do what `make` does, with adapters a00000, a00001, ... that are hard links to CONTENTS of them."""
+    contents = {f"content-{seed}": {"lora_rank": 1, "targets": "qv"} for seed in range(min(CONTENTS, count))}
+    make(work, "mixtral", contents, **sizes)
+    (work / "adapters").rename(work / "contents")
+    for number in range(count):
+        target = work / "adapters" / f"a{number:05}"
+        target.mkdir(parents=True)
+        for file in (work / "contents" / f"content-{number % CONTENTS}").iterdir():
+            (target / file.name).hardlink_to(file)
 
 
 def slow_link(nbytes: int, seconds: float, room: int) -> list[str]:

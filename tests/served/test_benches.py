@@ -22,7 +22,6 @@ BENCHES = {
     "events": ["--readers", "4", "--seconds", "1", "--stalled", "1", "--processes", "1", "--json"],
     "kernels": ["--balance", "--models", "dbrx", "--tokens", "64", "--json"],
     "kernels_cpu": ["--tokens", "2", "--rounds", "1", "--dtypes", "float32", "--json"],
-    "many_adapters": ["--adapters", "2", "--json"],
     "provision_holds": ["--quick"],
     "segments": ["--rounds", "1", "--json"],
     "step_costs": ["--rounds", "2", "--json"],
