@@ -1,24 +1,31 @@
-"""The delay of a step whose shard dies, or whose shards' host is cut off, where each shard has a twin on another host.
+"""What replicas cost while all shards are up, and what a step waits for when a shard with a twin fails.
 
-    python -m bench.failover [--kills N] [--cuts N] [--failover-ms N] [--json]
+    python -m bench.failover [--rounds N] [--kills N] [--cuts N] [--failover-ms N] [--json]
 
-A server of one tiny model with two replicas: two nodes of two shards each, each node on a host of its own (network
-namespaces of this machine, which take root; without them nothing is cut). An engine pushes a row to both shards of an
-expert site, over and over. At a random moment a shard's process that it uses is killed, or the host of both is cut off.
-A fault is detected when the engine gives a shard up for its twin: when its connection ends, or after --failover-ms of
-silence. Figures are from the fault to its detection, and from there to the end of that step. Every delta has to be as
-before. The next fault comes when all shards are up again, and the engine uses those that it prefers.
+Cost: two servers of one tiny model, without replicas and with two, run on this machine, with two nodes each, so that
+both have as many processes per replica. One engine is joined to each, over shared memory; it pushes one row to the
+shard of a dense site and waits for the delta. The two take turns in each of --rounds, in random order, each twice: a
+server that was idle for longer answers later. A figure is the median over rounds of the ratio to the first in the same
+round, with its 95 % interval; `again` is the first once more: how far from 1 chance alone leads.
+
+Faults: a server of one tiny model with two replicas: two nodes of two shards each, each node on a host of its own
+(network namespaces of this machine, which take root; without them nothing is cut). An engine pushes a row to both
+shards of an expert site, over and over. At a random moment a shard's process that it uses is killed, or the host of
+both is cut off. A fault is detected when the engine gives a shard up for its twin: when its connection ends, or after
+--failover-ms of silence. Figures are from the fault to its detection, and from there to the end of that step. Every
+delta has to be as before. The next fault comes when all shards are up again, and the engine uses those that it prefers.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,12 +36,22 @@ import structlog
 import torch
 
 from bench import harness
-from bench.replicas import Engine, Where, serve
+from bench.step_costs import COLUMNS as COSTS
+from bench.step_costs import Way
+from bench.step_costs import measure as compare
+from client_connector.client import Client
+from client_connector.packing import Activations, HostPacker
+from client_connector.remote import RemoteServer
+from client_connector.routing import Message, probe_messages
+from lora_server.demo.launch import launch
 from lora_server.spec import Site
 from tests.support.hosts import MISSING, Host, switch
 from tests.support.serving import reached
 
 SITE, SHARDS = Site(0, "gate_up"), 2  # of a replica
+DENSE, STEPS = Site(0, "qkv"), 20
+COMMON = ("--device-pool", "64MiB", "--nodes", "2", "--insecure", "--layout", "ep2-pp1")
+WAYS = {"one replica": (), "two replicas": ("--replicas", "2")}
 GIVEN_UP = "steps go to a shard's twin"  # what the connector logs then
 PAUSE_SECONDS, CUT_SECONDS, HEAL_SECONDS = 0.05, 0.5, 120.0
 COLUMNS = (
@@ -49,6 +66,41 @@ def note(logger: object, method: str, line: MutableMapping[str, Any]) -> str:
     if line["event"] == GIVEN_UP:
         detections.append(time.perf_counter())
     raise structlog.DropEvent
+
+
+class Engine:
+    """An engine that is joined to a server and holds its adapter; a step of it has one row for each shard of a site."""
+
+    def __init__(self, address: str, transport: str = "shm", site: Site = DENSE) -> None:
+        self.client = Client(RemoteServer(address, transport))
+        (held,) = self.client.acquire(["law"], loaded=True)
+        terms = self.client.terms
+        self._messages = probe_messages(terms.placement, site, held.handle)
+        self._packer = HostPacker(terms, site, Activations(x=torch.randn(1, terms.spec.hidden), decode=True))
+
+    def step(self, add: Callable[[Message, torch.Tensor], None] = lambda message, delta: None) -> None:
+        self.client.start(self._packer, self._messages).finish(add)
+
+    def nanoseconds(self, steps: int = STEPS) -> float:
+        began = time.perf_counter_ns()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter_ns() - began) / steps
+
+
+Where = dict[str, Any]  # `host` and `prefix` of demo.launch.launch
+
+
+def serve(stack: ExitStack, work: Path, name: str, flags: tuple[str, ...], wheres: Sequence[Where] = ({}, {})) -> str:
+    """Start a server's two nodes; return its address once both are up."""
+    base = ("--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *COMMON, *flags)
+    first = launch(work / f"{name} 0", *base, **wheres[0])
+    stack.callback(first.stop)
+    second = launch(work / f"{name} 1", *base, "--node-rank", "1", "--controller", first.address, **wheres[1])
+    stack.callback(second.stop)
+    first.wait_ready()
+    harness.until(lambda: all(one.state == "up" for one in harness.status(first.address).shards), "all shards are up")
+    return first.address
 
 
 class Checked:
@@ -130,24 +182,52 @@ def measure(fault: str, times: int, address: str, transport: str, strike: Strike
     return {"fault": fault, "transport": transport, "faults": times, **{name: float(it) for name, it in row.items()}}
 
 
-def main() -> None:
-    given = harness.flags(__doc__, kills=100, cuts=100, failover_ms=1000)
-    harness.one_thread()
-    structlog.configure(processors=[note])
+def costs(work: Path, rounds: int) -> list[dict[str, Any]]:
+    """Compare the steps of engines at servers without replicas and with two."""
     with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lora-bench-")))
-        harness.make(work, "mixtral", {"law": {"lora_rank": 16, "targets": "all"}}, hidden_size=1024)
+        engines = {name: Engine(serve(stack, work, name, flags)) for name, flags in WAYS.items()}
+        for engine in engines.values():
+            stack.callback(engine.client.close)
+            engine.nanoseconds()
+        ways = {name: Way(engine.nanoseconds, lambda: 0) for name, engine in engines.items()}
+        ways["two, again"] = ways["two replicas"]
+        return [one._asdict() for one in compare(ways, rounds, random.Random(7), "steps")]
+
+
+def faults(work: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Kill shards and cut off hosts."""
+    with ExitStack() as stack:
         hosts, wheres = list[Host](), list[Where]([{}, {}])
         if not MISSING:
             wires = stack.enter_context(switch())
             hosts = [wires.host() for _ in wheres]
             wheres = [{"host": host.address, "prefix": host.prefix} for host in hosts]
-        flags = ("--layout", "ep2-pp1", "--replicas", "2", "--failover-ms", str(given.failover_ms))
+        flags = ("--replicas", "2", "--failover-ms", str(given.failover_ms))
         address = serve(stack, work, "server", flags, wheres)
-        found = [measure("a shard is killed", given.kills, address, transport, kill) for transport in ("shm", "tcp")]
-        if hosts:
+        found = [
+            measure("a shard is killed", given.kills, address, transport, kill)
+            for transport in ("shm", "tcp")
+            if given.kills
+        ]
+        if hosts and given.cuts:
             found.append(measure("a host is cut off", given.cuts, address, "tcp", partial(cut, hosts=hosts)))
-    harness.show(given, found, harness.table(f"nothing is cut: {MISSING}" if MISSING else "", found, COLUMNS))
+        return found
+
+
+def main() -> None:
+    given = harness.flags(__doc__, rounds=500, kills=100, cuts=100, failover_ms=1000)
+    harness.one_thread()
+    structlog.configure(processors=[note])
+    with tempfile.TemporaryDirectory(prefix="lora-bench-") as scratch:
+        work = Path(scratch)
+        harness.make(work, "mixtral", {"law": {"lora_rank": 16, "targets": "all"}}, hidden_size=1024)
+        found = {
+            "costs": costs(work, given.rounds) if given.rounds else [],
+            "faults": faults(work, given) if given.kills or given.cuts else [],
+        }
+    columns = COSTS.removeprefix("what {what} | ").removesuffix(" | calls {calls:d}").replace("of CPU ", "")
+    of_faults = harness.table(f"nothing is cut: {MISSING}" if MISSING else "", found["faults"], COLUMNS)
+    harness.show(given, found, harness.table("", found["costs"], columns), of_faults)
 
 
 if __name__ == "__main__":

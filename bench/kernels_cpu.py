@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from bench import harness
+from bench.kernels.correctness import reference
 from bench.kernels.draws import Draw, distinct_pairs, draw
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model, Site
 from bench.kernels.report import text_table
@@ -93,19 +94,6 @@ def paths(site: Site, step: Step, out: torch.Tensor, adapters: list[int]) -> dic
     }
 
 
-def exact(step: Step, out: torch.Tensor) -> torch.Tensor:
-    wanted = torch.zeros(out.shape, dtype=torch.float64)
-    assert step.in_map_N is not None
-    for block, first, size in step.segments:
-        entries = torch.arange(first, first + size)
-        x = step.rows_TK[step.in_map_N[entries]].double()
-        delta = torch.cat([x @ p.a_RK.double().T @ p.b_OR.double().T * p.scale for p in block.pairs], dim=1)
-        if step.weights_N is not None:
-            delta *= step.weights_N[entries, None]
-        wanted.index_add_(0, entries if step.out_map_N is None else step.out_map_N[entries], delta)
-    return wanted
-
-
 def site_rows(
     model: Model, site: Site, tokens: int, dtype: torch.dtype, rounds: int, read_bytes: int = READ_BYTES
 ) -> list[dict[str, Any]]:
@@ -130,7 +118,7 @@ def site_rows(
     )
     out = torch.empty(step.num_out_rows, site.out_width, dtype=dtype)
     compared = paths(site, step, out, routed.segments[:, 0].tolist())
-    wanted, errors = exact(step, out), {}
+    wanted, errors = reference(step, step.segments, out.shape), {}
     for name, run in compared.items():
         out.fill_(float("nan"))
         run()

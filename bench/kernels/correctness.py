@@ -17,7 +17,7 @@ import torch
 from bench.kernels.ours import aligned_pages
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.layout import PAGE_BYTES, pack, shape_of
-from kernels_cuda.ops import Block, Pair, Segment, stack
+from kernels_cuda.ops import Block, Pair, Segment, Step, stack
 from kernels_cuda.sizes import PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
@@ -150,15 +150,19 @@ def make(case: Case, device: torch.device) -> Made:
 
 
 def expected(made: Made) -> torch.Tensor:
-    """[U, O] float64, segment by segment from the plain tensors."""
-    step = made.step
-    out = torch.zeros(made.out_rows, step.out_width, dtype=torch.float64, device=step.rows_TK.device)
+    """[U, O] float64, from the plain tensors."""
+    return reference(made.step, made.segments, (made.out_rows, made.step.out_width))
+
+
+def reference(step: Step | DeviceStep, segments: Sequence[Segment], shape: Sequence[int]) -> torch.Tensor:
+    """[U, O] float64, of the shape, segment by segment."""
+    out = torch.zeros(shape, dtype=torch.float64, device=step.rows_TK.device)
     assert step.in_map_N is not None
-    for block, first, size in made.segments:
+    for block, first, size in segments:
         entries = slice(first, first + size)
         x = step.rows_TK[step.in_map_N[entries].long()].double()
         factor = 1.0 if step.weights_N is None else step.weights_N[entries].double()[:, None]
-        delta = torch.zeros(size, step.out_width, dtype=torch.float64, device=out.device)
+        delta = torch.zeros(size, out.shape[1], dtype=torch.float64, device=out.device)
         for pair in block.pairs:
             columns = slice(pair.out_begin, pair.out_begin + pair.b_OR.shape[0])
             delta[:, columns] = x @ pair.a_RK.double().T @ pair.b_OR.double().T * pair.scale * factor

@@ -18,7 +18,7 @@ BENCHES = {
     "classes": ["--crowd", "10", "--seconds", "1", "--rounds", "1", "--json"],
     "control_rate": ["--adapters", "3", "--engines", "2", "--seconds", "0.2", "--rounds", "1", "--json"],
     "control_scale": ["--shards", "8", "--engines", "2", "--adapters", "3", "--seconds", "0.5", "--json"],
-    "failover": ["--kills", "1", "--cuts", "1", "--json"],
+    "failover": ["--rounds", "1", "--kills", "1", "--cuts", "1", "--json"],
     "events": ["--readers", "4", "--seconds", "1", "--stalled", "1", "--processes", "1", "--json"],
     "kernels": ["--balance", "--models", "dbrx", "--tokens", "64", "--json"],
     "kernels_cpu": ["--tokens", "2", "--rounds", "1", "--dtypes", "float32", "--json"],
