@@ -26,12 +26,10 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 import time
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +82,10 @@ def serving(work: Path, *flags: str) -> Iterator[RunningServer]:
 
 def adapter_bytes(work: Path) -> int:
     with serving(work) as server:
-        listed = partial(harness.listed, server.address)
-        harness.until(lambda: all(one.state == "ready" for one in listed()), "all adapters are loaded")
+        harness.until_loaded(server.address)
         time.sleep(1.5)  # the shard's next report
         (shard,) = harness.status(server.address).shards
-        return math.ceil(shard.stats.weight_bytes / len(listed()))
+        return math.ceil(shard.stats.weight_bytes / len(harness.listed(server.address)))
 
 
 def admissions(server: RunningServer) -> tuple[int, int]:
@@ -212,8 +209,7 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = cells.workloads(options.traces, options.adapters)
     chosen = {name: found[name] for name in options.workloads or found}
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         make(work, max(workload.num_adapters for workload in chosen.values()))
         pools = [(f"{m}", m, ["--max-active-adapters", str(m)]) for m in options.pools]
         if options.bytes_pools:

@@ -10,7 +10,6 @@ stage: prompt tokens that had to be computed (the rest came from the prefix cach
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,7 @@ class Pipeline:
 def main() -> None:
     given = harness.flags(__doc__, json=False, lengths=[256, 512, 1024, 2048, 4096], repeats=3)
     alike = {"seed": 5, "lora_rank": 16, "targets": "attention"}
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
+    with harness.scratch() as root:
         harness.make(root, "mixtral", {"alora": {**alike, "invocation": INVOCATION}, "lora": alike}, **MODEL)
         with harness.serving(root, "--max-step-rows", "1024") as server:
             os.environ["LORA_SERVER_ADDRESS"] = server.address

@@ -17,7 +17,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -268,8 +267,8 @@ def lines(found: dict[str, Any], given: argparse.Namespace) -> Sequence[str]:
 
 def main() -> None:
     given = harness.flags(__doc__, day=1440.0, load=40.0, hold=1.0, adapters=48, ttft_ms=250.0, seed=0, plot=Path)
-    with tempfile.TemporaryDirectory() as scratch:
-        found = measure(given, Path(scratch))
+    with harness.scratch() as work:
+        found = measure(given, work)
     if given.plot is not None:
         draw(found, given.plot)
     harness.show(given, found, *lines(found, given))

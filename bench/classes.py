@@ -13,7 +13,6 @@ adapter of its own; those of class gold at half of it for --seconds. Two servers
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,7 @@ def ask(server: RunningServer, its_jobs: dict[str, Job], work: Path) -> dict[str
 def measure(crowd: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Rows of the table."""
     waits: dict[tuple[str, str], list[float]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         admission.make(work, GOLD_ADAPTERS + crowd)
         (work / "classes.yaml").write_text(CLASSES)
         for seed in range(rounds):

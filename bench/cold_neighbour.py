@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -163,8 +162,7 @@ def make_remote(address: str, cache: DiskCache, version: str) -> None:
 def measure(rounds: int, remote_rounds: int, fetch_seconds: float) -> list[dict[str, Any]]:
     """Rows of the table: by case and engine."""
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as scratch, slow_files(Path(scratch) / "adapters") as url:
-        work = Path(scratch)
+    with harness.scratch() as work, slow_files(work / "adapters") as url:
         flags = [*harness.slow_link(make(work), LOAD_SECONDS, ROOM), "--host-pool", "0", "--allow-source", url]
         flags += ["--disk-cache", str(work / "cache")]
         with harness.serving(work, *flags) as server:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from bench import harness
 from bench.memory_client import Caller
@@ -57,8 +55,7 @@ def cold(caller: Caller, name: str) -> Iterator[tuple[Held, float]]:
 def measure(rounds: int) -> dict[str, float]:
     """Medians in milliseconds, and the bars' ratios."""
     times: dict[str, list[float]] = {"acquire": [], "first": [], "pass": [], "ahead": [], "warm": [], "step": []}
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         size = harness.make_alike(work, "llama", ADAPTERS, {"lora_rank": 16, "targets": "all"}, **GEOMETRY)
         with harness.serving(work, *harness.slow_link(size, LAYER_SECONDS * LAYERS, ROOM)) as server:
             caller = Caller(server.address, 4, 0)

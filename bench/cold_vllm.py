@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,7 @@ class Rounds:
 def measure(rounds: int) -> list[dict[str, Any]]:
     """Rows of the table, by way."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         flags = harness.slow_link(make(work, **SIZES), LOAD_SECONDS, ROOM)
         with harness.serving(work, *flags, "--host-pool", "0") as server:
             harness.a_core_each(server.address)

@@ -10,13 +10,11 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -124,8 +122,7 @@ def beside(count: int, address: str, flood: Callable[[], Counter[str]]) -> dict[
 
 def main() -> None:
     given, rows = harness.flags(__doc__, adds=1000, joins=100, bystanders=10), []
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
+    with harness.scratch() as root:
         model = harness.make(root, "mixtral", {})
         tiny.make_adapter(model, root / "law", lora_rank=4, seed=1, targets="all")
         flags = ["--base-model", str(root / "base"), "--layout", "ep1-pp2", "--adapter-root", str(root)]

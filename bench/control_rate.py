@@ -9,9 +9,7 @@ than the rate does.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,14 +68,10 @@ def main() -> None:
     given = harness.flags(__doc__, adapters=[1000, 10_000], engines=[1, 4, 16], requests=32, seconds=5.0, rounds=2)
     rows = []
     for adapters in given.adapters:
-        with tempfile.TemporaryDirectory() as scratch:
-            harness.make_many(Path(scratch), adapters)
-            with harness.serving(Path(scratch), "--layout", "ep1-pp1", "--device-pool", POOL) as server:
-                harness.until(
-                    lambda server=server: all(one.state == "ready" for one in harness.listed(server.address)),
-                    "every adapter is loaded",
-                    PATIENCE,
-                )
+        with harness.scratch() as work:
+            harness.make_many(work, adapters)
+            with harness.serving(work, "--layout", "ep1-pp1", "--device-pool", POOL) as server:
+                harness.until_loaded(server.address, PATIENCE)
                 for count in given.engines:
                     for row in compare(server.address, adapters, count, given):
                         rows.append(row)

@@ -15,7 +15,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -86,8 +85,7 @@ class Size:
 
 def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run one server of this size; return its figures, and a row per rate."""
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
+    with harness.scratch() as root:
         harness.make_many(root, size.adapters, **SIZES)
         (root / "token").write_text(TOKEN)
         flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", size.layout]

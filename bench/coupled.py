@@ -11,7 +11,6 @@ by the engine's own thread: what disaggregation itself costs, or gains by overla
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -102,11 +101,11 @@ class Case:
 def measure(layout: str, transport: str) -> list[dict[str, Any]]:
     rows = []
     for name, overrides, targets, new_tokens in harness.progress(CASES, "generating"):
-        with tempfile.TemporaryDirectory() as scratch:
-            case = Case(Path(scratch), overrides, targets, new_tokens)
-            with harness.serving(Path(scratch), "--layout", layout) as server:
+        with harness.scratch() as work:
+            case = Case(work, overrides, targets, new_tokens)
+            with harness.serving(work, "--layout", layout) as server:
                 ours, tokens = case.attached(server.address, transport)
-            local = InprocServer(spec.load(Path(scratch) / "base"), case.paths, layout=layout)
+            local = InprocServer(spec.load(work / "base"), case.paths, layout=layout)
             inproc, _ = case.attached(local, transport)
             local.close()
             peft, expected = case.peft()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,9 @@ COLUMNS = (
 def main() -> None:
     given = harness.flags(__doc__, readers=200, rate=1000.0, seconds=10.0, stalled=10, processes=4)
     cells = [(transport, stalled) for transport in ("ipc", "tcp") for stalled in (0, given.stalled)]
-    with tempfile.TemporaryDirectory() as work:
+    with harness.scratch() as work:
         rows = [
-            measure(Path(work), transport, given.readers, given.rate, given.seconds, stalled, given.processes)
+            measure(work, transport, given.readers, given.rate, given.seconds, stalled, given.processes)
             for transport, stalled in harness.progress(cells, "publishing")
         ]
     harness.show(given, rows, harness.table("Events", rows, COLUMNS), width=140)

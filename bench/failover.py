@@ -22,7 +22,6 @@ import argparse
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -218,8 +217,7 @@ def main() -> None:
     given = harness.flags(__doc__, rounds=500, kills=100, cuts=100, failover_ms=1000)
     harness.one_thread()
     structlog.configure(processors=[note])
-    with tempfile.TemporaryDirectory(prefix="lora-bench-") as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         harness.make(work, "mixtral", {"law": {"lora_rank": 16, "targets": "all"}}, hidden_size=1024)
         found = {
             "costs": costs(work, given.rounds) if given.rounds else [],

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -98,6 +99,13 @@ def one_thread() -> None:
     torch.set_grad_enabled(False)
 
 
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a directory that is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="lora-bench-") as folder:
+        yield Path(folder)
+
+
 def make(work: Path, kind: str, adapters: Mapping[str, Mapping[str, Any]], **sizes: Any) -> torch.nn.Module:
     """Write a tiny model to work/base, and adapters (name: arguments of tiny.make_adapter) to work/adapters."""
     model = tiny.make_model(kind, **sizes)
@@ -169,6 +177,11 @@ def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> 
             raise TimeoutError(f"not within {seconds:g} s: {what}")
         time.sleep(POLL_SECONDS)
     return time.monotonic() - began
+
+
+def until_loaded(address: str, seconds: float = 60.0) -> None:
+    """Wait until a server has loaded all its adapters; raises TimeoutError."""
+    until(lambda: all(one.state == "ready" for one in listed(address)), "all adapters are loaded", seconds)
 
 
 def least_s(rounds: int, call: Callable[[], object]) -> float:

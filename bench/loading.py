@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Generator
@@ -112,8 +111,7 @@ def loaded_bytes(address: str) -> int:
 
 def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
     """Percentiles of the three kinds of windows, in milliseconds, and rates of loading."""
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         adapter = {"lora_rank": RANK, "targets": "experts"}
         size = harness.make_alike(work, kind, ADAPTERS, adapter, **GEOMETRIES[kind])
         pool = round(size * (RESIDENT + 0.5))

@@ -20,7 +20,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -140,8 +139,7 @@ def kill(server: RunningServer, engines: list[Engine], dice: random.Random, calm
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         names, sources, mean = make(work, options.adapters)
         flags = ["--device-pool", str(mean * options.pool), "--host-pool", str(mean * options.host_pool)]
         flags += ["--eviction", options.eviction]

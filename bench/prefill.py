@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from bench import harness
@@ -55,8 +53,7 @@ def latencies_ms(address: str, steps: int) -> list[float]:
 
 def measure(steps: int) -> list[dict[str, Any]]:
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        work = Path(scratch)
+    with harness.scratch() as work:
         harness.make(work, "mixtral", {"tenant": {"lora_rank": RANK, "targets": "experts"}}, **GEOMETRY)
         top_k = spec.load(work / "base").top_k
         for max_rows in harness.progress((64, 256, PROMPT * top_k), "stepping"):

@@ -13,7 +13,6 @@ printed interval, and the very trace is within 1.5 points of what is printed for
 from __future__ import annotations
 
 import heapq
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -197,10 +196,10 @@ def row(kind: str, seed: int, days: int, work: Path) -> str:
 
 
 def rows(kinds: list[str], traces: int, days: int) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as scratch:
+    with harness.scratch() as work:
         for kind in kinds:
             for seed in range(1, traces + 1):
-                yield row(kind, 31 * seed + KINDS.index(kind), days, Path(scratch))
+                yield row(kind, 31 * seed + KINDS.index(kind), days, work)
 
 
 HEAD = (

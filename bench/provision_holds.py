@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,8 +138,7 @@ def main() -> None:
         ),
     ]
     heading = "| GPUs | M | admitted at once, within TTFT | holds 0.95 |\n|---|---|---|---|---|"
-    with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
+    with harness.scratch() as work:
         lines.append(f"\nReplayed, the very trace:\n\n| trace {heading}")
         lines += [row(*one) for one in traces(given.traces, work, given.quick)]
         lines.append(f"\nPlanned by the first half, replayed with the second:\n\n| trace {heading}")

@@ -230,8 +230,8 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     found: dict[str, list[Ratio]] = {}
-    with tempfile.TemporaryDirectory(prefix="lora-bench-") as root:
-        models = small_and_larger(Path(root))
+    with harness.scratch() as root:
+        models = small_and_larger(root)
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         for name, (spec, adapter) in models.items():
             found[f"the check, {name} model"] = checks(spec, adapter, given.rounds, dice)

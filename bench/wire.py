@@ -12,7 +12,6 @@ Conversion: microseconds of one core, beside a copy of the rows.
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -170,8 +169,8 @@ def main() -> None:
     harness.one_thread()
     cases = {}
     for kind in harness.progress(tiny.KINDS, "generating"):
-        with tempfile.TemporaryDirectory() as scratch:
-            cases[kind] = Case(kind, Path(scratch)).run()
+        with harness.scratch() as work:
+            cases[kind] = Case(kind, work).run()
     times = conversion(given.rounds)
     harness.show(given, {"cases": cases, "conversion": times}, *tables(cases, times))
 
