@@ -22,7 +22,6 @@ from lora_server.control.admission.table import MAX_TICKETS
 from lora_server.control.rpc.listener import Threads
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.daemon.stream import ControllerStream
 from lora_server.errors import (
     AdapterSourceError,
     AdmissionError,
@@ -39,17 +38,18 @@ from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import bounds, messages
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import proves
 from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.controllers import ToldShard, make_controller, registration
 from tests.support.far import far_server, fetcher_of
 from tests.support.serving import HANG_SECONDS, has_ended, until
+from tests.support.shard_stream import shard_of
 from tests.support.signed import borrow, signed
 
 SECRET = "that of this run"
 HEARTBEAT, REGISTER = "/lora_server.v1.Clients/Heartbeat", "/lora_server.v1.Shards/Register"
 HEALTH = "/grpc.health.v1.Health/Check"
+LOST = {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.IDLE}
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
 
 
@@ -76,6 +76,13 @@ def beat(controller, address, channel, lease=None):
     return call(rpc.ClientsStub(channel).Heartbeat, request, server=address, seconds=HANG_SECONDS)
 
 
+def refusal(call, address):
+    """The error with which a call ends that has no answer."""
+    with pytest.raises(grpc.RpcError) as ended:
+        next(call)
+    return translate(ended.value, address)
+
+
 @contextlib.contextmanager
 def silent(address, path, calls, channels):
     """Calls that never send their message."""
@@ -99,10 +106,7 @@ def test_silent_calls_hold_nobody_up_and_end(server, path):
     with open_channel(address) as channel, silent(address, path, 300, 4):
         assert not beat(controller, address, channel).forgot
     with serving(Timings(first_message=0.1)) as (_, _, address), silent(address, path, 3, 1) as begun:
-        for one in begun:
-            with pytest.raises(grpc.RpcError) as ended:
-                next(one)
-            error = translate(ended.value, address)
+        for error in [refusal(one, address) for one in begun]:
             assert isinstance(error, ProtocolError) and "no message within" in str(error)
 
 
@@ -112,11 +116,9 @@ def test_an_empty_first_message_is_refused(server):
     with open_channel(address) as channel:
         sent = queue.SimpleQueue()
         sent.put(pb.ShardReports())
-        call = channel.stream_stream(REGISTER, pb.ShardReports.SerializeToString)(iter(sent.get, None))
-        with pytest.raises(grpc.RpcError) as ended:
-            next(call)
+        register = channel.stream_stream(REGISTER, pb.ShardReports.SerializeToString)
+        error = refusal(register(iter(sent.get, None)), address)
         sent.put(None)
-    error = translate(ended.value, address)
     assert isinstance(error, ProtocolError) and "expected a ShardHello" in str(error)
 
 
@@ -173,9 +175,7 @@ def test_idle_connections_of_a_host_are_bounded_and_end_no_engines():
             until(lambda: sum(map(has_ended, sockets)) >= 52, "the oldest are closed")
             for _ in range(5):
                 assert not beat(controller, address, channel, lease).forgot
-            assert (
-                grpc.ChannelConnectivity.TRANSIENT_FAILURE not in states and grpc.ChannelConnectivity.IDLE not in states
-            )
+            assert not LOST & set(states)
         said = [one for one in lines if "too many connections" in one["event"]]
         assert 1 <= len(said) <= 3, "a line for a flood, and one in ten seconds that it goes on"
 
@@ -184,7 +184,7 @@ def test_connections_that_leases_were_granted_on_stay_though_no_token_is_needed(
     """A host may have more engine workers than strangers; each is there from its join on."""
     with serving(max_strangers=8) as (_, controller, address), contextlib.ExitStack() as stack:
         stack.callback(ToldShard(controller).close)
-        states, lost = [], {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.IDLE}
+        states = []
         for number in range(20):
             channel = stack.enter_context(open_channel(address, apart=True))
             request = pb.JoinRequest(instance=f"worker {number}")
@@ -192,7 +192,7 @@ def test_connections_that_leases_were_granted_on_stay_though_no_token_is_needed(
             channel.subscribe(states.append)
         sockets = stack.enter_context(raw(address, 30))
         until(lambda: sum(map(has_ended, sockets)) >= 22, "the oldest strangers are closed")
-        assert not lost & set(states)
+        assert not LOST & set(states)
 
 
 @pytest.mark.parametrize("said", [b"", PREFACE[:10]])
@@ -312,9 +312,8 @@ def test_what_does_not_parse_is_refused_and_leaves_nothing(server):
 
         before = send(200)
         assert send(1000) - before < 8 << 20  # 16 KB each would be twice that
-        with pytest.raises(grpc.RpcError) as ended:
-            next(channel.stream_stream(HEARTBEAT)(iter(())))  # no message at all
-    assert isinstance(translate(ended.value, address), ProtocolError)
+        no_message = refusal(channel.stream_stream(HEARTBEAT)(iter(())), address)
+    assert isinstance(no_message, ProtocolError)
 
 
 def test_health_answers_probes(server):
@@ -435,30 +434,17 @@ def test_cancelled_tickets_that_never_come_are_bounded(server):
 def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(server):
     """What a shard keeps goes to the next controller in one report; it has to fit."""
     _, controller, address = server
-    executed, stopping = [], threading.Event()
-
-    def execute(command, done):
-        executed.append(command)
-        done(None)
-
-    def register():
-        return registration(0, agreement_digest=controller.agreement.digest())
-
-    stream = ControllerStream(address, Credentials(node_secret=SECRET), register, execute, lambda handle: 0)
-    thread = threading.Thread(target=stream.run, args=(stopping,), daemon=True)
-    thread.start()
-    until(controller.shards.live, "it has registered")
-    handle = controller.shards.live()[0]
-    for size in (bounds.KEPT_BYTES, bounds.REQUEST_BYTES - 60, bounds.REQUEST_BYTES, 2 * bounds.REQUEST_BYTES):
-        sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=3, epoch=1, instance="x" * size)))
-        assert sent.finished.wait(HANG_SECONDS)
-        assert isinstance(sent.error, ProtocolError) and "command grant: got" in str(sent.error)
-    sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
-    assert sent.finished.wait(HANG_SECONDS) and sent.error is None
-    assert [one.grant.client for one in executed if one.HasField("grant")] == [4] == [*stream._commands.kept.grants]
-    stopping.set()
-    controller.shards.close()
-    thread.join(HANG_SECONDS)
+    sizes = (bounds.KEPT_BYTES, bounds.REQUEST_BYTES - 60, bounds.REQUEST_BYTES, 2 * bounds.REQUEST_BYTES)
+    with shard_of(address, controller.agreement.digest(), SECRET) as (stream, told, _):
+        until(controller.shards.live, "it has registered")
+        handle = controller.shards.live()[0]
+        for size in sizes:
+            sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=3, epoch=1, instance="x" * size)))
+            assert sent.finished.wait(HANG_SECONDS)
+            assert isinstance(sent.error, ProtocolError) and "command grant: got" in str(sent.error)
+        sent = handle.commands.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
+        assert sent.finished.wait(HANG_SECONDS) and sent.error is None
+        assert [one.grant.client for one in told if one.HasField("grant")] == [4] == [*stream._commands.kept.grants]
 
 
 @contextlib.contextmanager
@@ -499,9 +485,8 @@ def test_an_outsider_is_no_shard(server):
             assert isinstance(refused, ConfigError) and "join-token-file" in str(refused)
             assert not controller.shards.live()
         with registering(address, channel, SECRET) as (_, register):
-            assert isinstance(register(registration(1, agreement_digest=one.agreement_digest)), ConfigError), (
-                "of another shard"
-            )
+            other = registration(1, agreement_digest=one.agreement_digest)
+            assert isinstance(register(other), ConfigError), "of another shard"
         with registering(address, channel, SECRET) as (challenge, register):
             assert proves(challenge.proof, SECRET.encode(), b"controller", bytes(32), challenge.nonce)
             assert register(one).HasField("claim")
@@ -537,9 +522,7 @@ def test_a_shard_that_does_not_register_is_ended():
         said.put(pb.ShardReports(reports=[pb.ShardReport(hello=pb.ShardHello(nonce=bytes(32)))]))
         commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
         assert next(commands).commands[0].HasField("challenge")
-        with pytest.raises(grpc.RpcError) as ended:
-            next(commands)
-        assert "no registration within" in str(translate(ended.value, address))
+        assert "no registration within" in str(refusal(commands, address))
         said.put(None)
 
 

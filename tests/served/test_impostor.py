@@ -17,7 +17,6 @@ from lora_server.access.identity import Role
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.files import Node0
-from lora_server.daemon.stream import ControllerStream
 from lora_server.errors import (
     AdapterSourceError,
     ConfigError,
@@ -35,9 +34,10 @@ from lora_server.wire.credentials import AUTHORIZATION, CODE_KEY, Credentials
 from lora_server.wire.proofs import ANSWER_KEY, sign_call
 from lora_server.wire.rpc import call, open_channel, status_of
 from lora_server.wire.terms import Proof
-from tests.support.controllers import make_controller, registration
+from tests.support.controllers import make_controller
 from tests.support.gated import Gated
 from tests.support.serving import HANG_SECONDS, until
+from tests.support.shard_stream import shard_of
 from tests.support.signed import borrow, signed
 
 SECRET = "that all nodes have"
@@ -82,33 +82,6 @@ class Impostor(grpc.GenericRpcHandler):
         self._server.stop(0).wait()
 
 
-@contextlib.contextmanager
-def shard_of(address, digest):
-    """(its stream, what it was told to do, a function that waits for its end and returns why it ended)."""
-    told, stopping, ended = [], threading.Event(), []
-
-    def execute(command, done):
-        told.append(command)
-        done(None)
-
-    def register():
-        return registration(0, agreement_digest=digest)
-
-    stream = ControllerStream(address, Credentials(node_secret=SECRET), register, execute, lambda handle: 0, SOON)
-    thread = threading.Thread(target=lambda: ended.append(stream.run(stopping)), daemon=True)
-    thread.start()
-
-    def end():
-        thread.join(HANG_SECONDS)
-        return ended[0]
-
-    try:
-        yield stream, told, end
-    finally:
-        stopping.set()
-        stream.leave(HANG_SECONDS)
-
-
 CHALLENGES = [None, pb.ControllerChallenge(nonce=bytes(32), proof=bytes(32)), pb.ControllerChallenge(nonce=b"x")]
 
 
@@ -116,7 +89,7 @@ CHALLENGES = [None, pb.ControllerChallenge(nonce=bytes(32), proof=bytes(32)), pb
 def test_a_shard_believes_no_controller_that_does_not_prove_itself(challenge):
     """At its start it ends, since the nodes may have been given different tokens."""
     with contextlib.closing(Impostor(challenge=challenge)) as impostor:
-        with shard_of(impostor.address, "any") as (stream, told, end):
+        with shard_of(impostor.address, "any", SECRET, SOON) as (stream, told, end):
             error = end()
         assert isinstance(error, ConfigError) and "--join-token-file" in str(error)
         assert not told
@@ -128,7 +101,7 @@ def test_a_shard_outlasts_an_impostor_and_finds_its_controller_again():
     controller = make_controller(timings=SOON)
     control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET))
     address = f"127.0.0.1:{control.port}"
-    with shard_of(address, controller.agreement.digest()) as (stream, told, _):
+    with shard_of(address, controller.agreement.digest(), SECRET, SOON) as (stream, told, _):
         until(stream.up.is_set, "it registers")
         known = len(told)
         control.close(0)
@@ -152,7 +125,7 @@ def test_a_shard_waits_for_a_silent_controller_no_longer_than_a_handshake():
 
     with contextlib.closing(Impostor()) as impostor:
         impostor._serve = nothing
-        with shard_of(impostor.address, "any"):
+        with shard_of(impostor.address, "any", SECRET, SOON):
             until(lambda: len(impostor.heard) >= 2, "it tries again")
         silent.set()
 
