@@ -75,7 +75,6 @@ def test_the_ring_says_whether_it_has_all_after_a_sequence(published, since):
         log.publish(SHARD, "", ShardChanged(number, 0, 0, "up"))
         log.take()
     found, lost = log.since("shard//", log.epoch + since)
-    assert [one.sequence - log.epoch for one in found] == [
-        *range(max(since + 1, published - DEPTH + 1, 1), published + 1)
-    ]
+    first = max(since + 1, published - DEPTH + 1, 1)
+    assert [one.sequence - log.epoch for one in found] == [*range(first, published + 1)]
     assert lost == (not max(0, published - DEPTH) <= since <= published)

@@ -20,19 +20,24 @@ from tests.support.signed import signed
 NAMES = ("a", "b", "c", "d")
 HANDLES = range(1, len(NAMES) + 1)
 CLIENTS = range(2)
-ACQUIRES = st.builds(
-    lambda names, ticket: pb.HoldEntry(acquire=pb.AcquireRequest(names=names, ticket=ticket)),
-    st.lists(st.sampled_from([*NAMES, "unknown"]), max_size=2, unique=True),
-    st.integers(0, 4),
-)
-RELEASES = st.builds(
-    lambda handles: pb.HoldEntry(release=pb.ReleaseRequest(handles=handles)),
-    st.lists(st.integers(1, len(NAMES) + 1), min_size=1, max_size=3),
-)
-CANCELS = st.builds(
-    lambda tickets: pb.HoldEntry(cancel=pb.CancelRequest(tickets=tickets)),
-    st.lists(st.integers(1, 5), min_size=1, max_size=2),
-)
+
+
+def acquire(names, ticket):
+    return pb.HoldEntry(acquire=pb.AcquireRequest(names=names, ticket=ticket))
+
+
+def release(handles):
+    return pb.HoldEntry(release=pb.ReleaseRequest(handles=handles))
+
+
+def cancel(tickets):
+    return pb.HoldEntry(cancel=pb.CancelRequest(tickets=tickets))
+
+
+SOME_NAMES = st.lists(st.sampled_from([*NAMES, "unknown"]), max_size=2, unique=True)
+ACQUIRES = st.builds(acquire, SOME_NAMES, st.integers(0, 4))
+RELEASES = st.builds(release, st.lists(st.integers(1, len(NAMES) + 1), min_size=1, max_size=3))
+CANCELS = st.builds(cancel, st.lists(st.integers(1, 5), min_size=1, max_size=2))
 BATCHES = st.lists(
     st.tuples(st.sampled_from(CLIENTS), st.lists(ACQUIRES | RELEASES | CANCELS, max_size=8), st.floats(0.0, 5.0)),
     max_size=8,
@@ -125,21 +130,14 @@ def test_a_batch_tells_shards_once_and_nothing_that_it_took_back():
         server.controller.adapters.admission.tell_ended()
         uses.extend(command.uses for command in commands(server) if command.HasField("uses"))
 
-    batch([pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=1)) for name in "a"])
-    batch(
-        [
-            pb.HoldEntry(release=pb.ReleaseRequest(handles=[1])),
-            pb.HoldEntry(acquire=pb.AcquireRequest(names=["b"], ticket=2)),
-            pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3)),
-        ]
-    )
-    batch([pb.HoldEntry(release=pb.ReleaseRequest(handles=[1, 2]))])
+    batch([acquire(["a"], 1)])
+    batch([release([1]), acquire(["b"], 2), acquire(["a"], 3)])
+    batch([release([1, 2])])
     changes = [(sorted(one.active.more), sorted(one.active.fewer)) for one in uses if one.holds]
     assert changes == [([1], []), ([2], []), ([], [1, 2])]
     client = server.proofs[0].client
-    assert [
-        [(one.client, sorted(one.more), sorted(one.fewer)) for one in each.holds] for each in uses if each.holds
-    ] == [[(client, *change)] for change in changes]
+    holds = [[(one.client, sorted(one.more), sorted(one.fewer)) for one in each.holds] for each in uses if each.holds]
+    assert holds == [[(client, *change)] for change in changes]
 
 
 def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
@@ -148,15 +146,15 @@ def test_shards_that_are_behind_get_all_that_changed_meanwhile_in_one_command():
         server.controller.adapters.sync.require(record)
     server.shard.commands.take()
     for ticket, name in enumerate("ab", 1):
-        server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=[name], ticket=ticket))])
-    server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+        server.batch(0, [acquire([name], ticket)])
+    server.batch(0, [release([1])])
     server.controller.adapters.admission.tell_ended()
     uses = commands(server)[0].uses
     assert ([*uses.active.more], [*uses.active.fewer]) == ([2], [1])
     assert [([*one.more], [*one.fewer]) for one in uses.holds] == [([1], []), ([2], []), ([], [1])]
-    server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=3))])
+    server.batch(0, [acquire(["a"], 3)])
     server.shard.commands.send(pb.ShardCommand(drop=9))
-    server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
+    server.batch(0, [release([1])])
     server.controller.adapters.admission.tell_ended()
     kinds = [command.WhichOneof("command") for command in commands(server)]
     assert kinds == ["uses", "drop", "uses"], "no command is overtaken by what comes after it"
@@ -169,11 +167,11 @@ def test_shards_hear_of_the_first_hold_and_the_last_release_of_a_client_alone():
     updates = server.controller.adapters.admission.queue.updates
     send, updates._send = updates._send, lambda command: (told.append(copy.deepcopy(command.uses)), send(command))
     for ticket in (1, 2, 3):
-        server.batch(0, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["a"], ticket=ticket))])
+        server.batch(0, [acquire(["a"], ticket)])
     for _ in range(3):
-        server.batch(0, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[1]))])
-    server.batch(1, [pb.HoldEntry(acquire=pb.AcquireRequest(names=["b"], ticket=4))])
-    server.batch(1, [pb.HoldEntry(release=pb.ReleaseRequest(handles=[2]))])
+        server.batch(0, [release([1])])
+    server.batch(1, [acquire(["b"], 4)])
+    server.batch(1, [release([2])])
     for _ in range(2):
         server.controller.adapters.admission.tell_ended()
     changes = [([*one.active.more], [*one.active.fewer]) for one in told]

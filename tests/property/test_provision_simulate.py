@@ -138,10 +138,8 @@ def test_prompts_hold_up_their_instance_but_not_their_own_first_token():
     requests = calls((0, 0, 3), (1, 0, 2), num_adapters=1)
     outcome = run(requests, System(instance_of=[0], step_s=[1.0], cache_slots=1, prompt_s=2.0))
     assert outcome.ttft_s.tolist() == [1, 2]
-    assert outcome.finish_s.tolist() == [
-        7,
-        6,
-    ]  # at 1 the first has 1 s of its own prompt left; then 2 s of the second's
+    # at 1 the first has 1 s of its own prompt left; then 2 s of the second's
+    assert outcome.finish_s.tolist() == [7, 6]
 
 
 def test_a_step_with_its_share_of_prompts_is_what_the_simulation_takes():

@@ -1,6 +1,5 @@
 """What a demo, a test, a bench or a node has started and made goes with it, however it ends."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -92,40 +91,31 @@ def test_a_shard_that_is_stuck_ends_without_its_parent():
     assert (child.returncode, said) == (1, "asked to stop\n")
 
 
-@contextlib.contextmanager
-def serving_demo():
-    """(the demo, its descendants and keepers, where its directories are) once its server has its shards."""
+@pytest.mark.long
+@pytest.mark.parametrize("ends", ["killed", "asked to end"])
+def test_nothing_is_left_of_a_demo(ends):
+    """Not even of children that are stopped, where it is killed; nor of its directories, where it is asked to end."""
     with tempfile.TemporaryDirectory() as scratch:  # pytest's own is too long for a socket
         environment = os.environ | {"TMPDIR": scratch}
         demo = start("-m", "lora_server", "demo", "--layout", "ep2-pp1", stderr=subprocess.PIPE, env=environment)
         try:
             until(lambda: demo.poll() is not None or len(shards(demo.pid)) == 2, "it has its shards", HANG_SECONDS)
             assert demo.poll() is None, demo.stderr.read()
-            yield demo, [*descendants(demo.pid), *keepers(demo.pid)], Path(scratch)
+            family = [*descendants(demo.pid), *keepers(demo.pid)]
+            assert len(family) >= 6, "a server, its fork server and controller, two shards, a keeper"
+            assert list(Path(scratch).glob("lora-*")), "its own, and its server's"
+            if ends == "killed":
+                for process in descendants(demo.pid):
+                    process.suspend()
+                demo.kill()
+            else:
+                demo.terminate()
+                _, errors = demo.communicate(timeout=HANG_SECONDS)
+                assert (demo.returncode, "Traceback" in errors) == (128 + signal.SIGTERM, False), errors
+            all_gone(family)
+            assert ends == "killed" or not list(Path(scratch).glob("lora-*"))
         finally:
             end(demo)
-
-
-@pytest.mark.long
-def test_nothing_is_left_of_a_killed_demo():
-    """Not even of children that are stopped."""
-    with serving_demo() as (demo, family, _):
-        assert len(family) >= 6, "a server, its fork server and controller, two shards, a keeper"
-        for process in descendants(demo.pid):
-            process.suspend()
-        demo.kill()
-        all_gone(family)
-
-
-@pytest.mark.long
-def test_a_demo_that_is_asked_to_end_cleans_up():
-    with serving_demo() as (demo, family, scratch):
-        assert list(scratch.glob("lora-*")), "its own, and its server's"
-        demo.terminate()
-        _, errors = demo.communicate(timeout=HANG_SECONDS)
-        assert (demo.returncode, "Traceback" in errors) == (128 + signal.SIGTERM, False), errors
-        all_gone(family)
-        assert not list(scratch.glob("lora-*"))
 
 
 NODE = """
