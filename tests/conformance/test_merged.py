@@ -10,25 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from client_connector.transformers import attach
-from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate, load_model
 from lora_server.demo.inproc import InprocServer
 from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
-from lora_server.merge import Merge
 from lora_server.merged import MERGED
 from lora_server.spec import load as load_spec
 from tests.support import alora
-from tests.support.workload import NEW_TOKENS, workload
+from tests.support.workload import NEW_TOKENS, merge, workload
 
 HOT = "fused"
-
-
-def merged_into(load, out, name=HOT):
-    adapter, version = validate_adapter(load.paths[name], load.spec)
-    with adapter:
-        Merge(load.base, adapter, version, name, out).run()
-    return out
 
 
 @contextlib.contextmanager
@@ -47,7 +38,9 @@ def load(request):
 
 @pytest.fixture(scope="module")
 def merged(load, tmp_path_factory):
-    return load_model(merged_into(load, tmp_path_factory.mktemp("merged") / load.kind))
+    out = tmp_path_factory.mktemp("merged") / load.kind
+    merge(load.base, load.paths[HOT], HOT, out)
+    return load_model(out)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +86,7 @@ def test_rows_before_an_invocation_are_the_base_models(tmp_path):
     load = workload("llama")
     paths = alora.make(load.model, tmp_path / "adapters")
     case = alora.case(load.model, paths)
-    adapter, version = validate_adapter(paths["plain"], load.spec)
-    with adapter:
-        Merge(load.base, adapter, version, "plain", tmp_path / "out").run()
+    merge(load.base, paths["plain"], "plain", tmp_path / "out")
     model = load_model(tmp_path / "out")
     with contextlib.closing(InprocServer(load.spec, paths)) as server, attach(model, server) as lora:
         with lora.adapters([sequence.adapter for sequence in case.batch]):
@@ -103,13 +94,29 @@ def test_rows_before_an_invocation_are_the_base_models(tmp_path):
 
 
 def bfloat16_model(kind, directory, **more):
-    """A model, saved in `directory`, and two adapters of all its projections."""
+    """A model, saved in `directory`, two adapters of all its projections, and the record of a merge of the hot one."""
     model = tiny.make_model(kind, dtype=torch.bfloat16)
     tiny.save_model(model, directory / "base")
     paths = {name: directory / name for name in (HOT, "cold")}
     for seed, path in enumerate(paths.values()):
         tiny.make_adapter(model, path, seed=seed, lora_rank=4, targets="all", **more)
-    return model, paths
+    return model, paths, merge(directory / "base", paths[HOT], HOT, directory / "out")
+
+
+def errors_of(directory, paths, ids, exact, error):
+    """The errors of engines without and with a merge, by the name of the adapter of all their rows: `error(engine,
+    expected)` runs the engine on `ids`."""
+
+    def of(weights):
+        engine, found = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval(), {}
+        server = InprocServer(load_spec(directory / "base"), paths)
+        with contextlib.closing(server), attach(engine, server) as lora:
+            for name, expected in exact.items():
+                with lora.adapters([name] * len(ids)):
+                    found[name] = error(engine, expected)
+        return found
+
+    return of(directory / "base"), of(directory / "out")
 
 
 @pytest.mark.long
@@ -117,33 +124,21 @@ def bfloat16_model(kind, directory, **more):
 @torch.no_grad()
 def test_bfloat16_logits_of_other_rows_are_within_the_bars(kind, tmp_path):
     """Against float32 PEFT on the same weights, beside an engine without a merge: base model 2 times, others 1.4."""
-    model, paths = bfloat16_model(kind, tmp_path)
-    spec, ids = (
-        load_spec(tmp_path / "base"),
-        torch.randint(3, 250, (16, 64), generator=torch.Generator().manual_seed(3)),
-    )
-    adapter, version = validate_adapter(paths[HOT], spec)
-    with adapter:
-        Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    model, paths, _ = bfloat16_model(kind, tmp_path)
+    ids = torch.randint(3, 250, (16, 64), generator=torch.Generator().manual_seed(3))
     exact = {None: model.float()(ids).logits, "cold": tiny.peft_model(model, paths["cold"])(ids).logits}
 
-    def errors(directory):
-        engine, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval(), {}
-        with contextlib.closing(InprocServer(spec, paths)) as server, attach(engine, server) as lora:
-            for name, expected in exact.items():
-                with lora.adapters([name] * len(ids)):
-                    wrong = (engine(ids).logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-                found[name] = float(wrong.square().mean().sqrt())
-        return found
+    def error(engine, expected):
+        wrong = (engine(ids).logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return float(wrong.square().mean().sqrt())
 
-    unmerged, merged = errors(tmp_path / "base"), errors(tmp_path / "out")
+    unmerged, merged = errors_of(tmp_path, paths, ids, exact, error)
     assert merged[None] <= 2.0 * unmerged[None] and merged["cold"] <= 1.4 * unmerged["cold"], (unmerged, merged)
 
 
-@contextlib.contextmanager
-def relative_error(engine, exact):
-    """Call for the root mean square error of the outputs of attention's and the MLP's linear layers and of blocks of
-    experts inside, against `exact`, a float64 model that computes each of them from the engine's own inputs."""
+def relative_error(engine, exact, ids):
+    """The root mean square error of the outputs of attention's and the MLP's linear layers and of blocks of experts,
+    against `exact`, a float64 model that computes each of them from the engine's own inputs."""
     sums, hooks = torch.zeros(2, dtype=torch.float64), []
 
     def compare(module, args, output, *, expected):
@@ -154,43 +149,31 @@ def relative_error(engine, exact):
         if name.endswith(("_proj", ".experts")):
             expected = exact.get_submodule(name)
             hooks.append(module.register_forward_hook(functools.partial(compare, expected=expected)))
-    yield lambda: float((sums[0] / sums[1]).sqrt())
+    engine(ids)
     for hook in hooks:
         hook.remove()
+    return float((sums[0] / sums[1]).sqrt())
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @torch.no_grad()
 def test_bfloat16_outputs_of_each_site_are_within_the_bars_of_float64(kind, tmp_path):
     """Deltas are a tenth of the weights: LoRA's paper has 0.06 to 0.11 (arXiv 2106.09685, table 7)."""
-    model, paths = bfloat16_model(kind, tmp_path, alpha=1.6)
-    spec = load_spec(tmp_path / "base")
-    adapter, version = validate_adapter(paths[HOT], spec)
-    with adapter:
-        record = Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    model, paths, record = bfloat16_model(kind, tmp_path, alpha=1.6)
     assert 0.05 < record.delta_ratio < 0.15
     exact = {None: model.double()}
     model.set_experts_implementation("eager")  # the other ones have no float64
     exact["cold"] = tiny.apply_literal(exact[None], paths["cold"])
     ids = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(3))
-
-    def errors(directory):
-        engine, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval(), {}
-        with contextlib.closing(InprocServer(spec, paths)) as server, attach(engine, server) as lora:
-            for name, model in exact.items():
-                with lora.adapters([name] * len(ids)), relative_error(engine, model) as error:
-                    engine(ids)
-                found[name] = error()
-        return found
-
-    unmerged, merged = errors(tmp_path / "base"), errors(tmp_path / "out")
+    unmerged, merged = errors_of(tmp_path, paths, ids, exact, functools.partial(relative_error, ids=ids))
     ratios = {name: merged[name] / unmerged[name] for name in exact}
     assert 1.2 < ratios[None] <= 2.0 and 1.05 < ratios["cold"] <= 1.4, (unmerged, merged)
 
 
 def test_weights_of_another_version_base_or_name_are_refused(tmp_path):
     load = workload("llama")
-    out = merged_into(load, tmp_path / "out")
+    out = tmp_path / "out"
+    merge(load.base, load.paths[HOT], HOT, out)
     model, record = load_model(out), json.loads((out / MERGED).read_text())
 
     def refused(error, match, **changes):

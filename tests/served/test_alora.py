@@ -1,7 +1,5 @@
 """Activated LoRAs: the invocation, and the transformers connector against PEFT's aLoRA, token by token."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -85,11 +83,7 @@ class Words:
 @pytest.mark.parametrize("field", ["invocation_string", "alora_invocation_string"])
 def test_the_legacy_string(served, tmp_path, field):
     model, paths, server = served
-    legacy = tmp_path / "legacy"
-    tiny.make_adapter(model, legacy, seed=60, lora_rank=6, targets="attention", invocation=alora.CALL)
-    config = json.loads((legacy / "adapter_config.json").read_text())
-    config = {**config, "alora_invocation_tokens": None, field: "w17 w18 w19"}
-    (legacy / "adapter_config.json").write_text(json.dumps(config))
+    legacy = alora.make_legacy(model, tmp_path / "legacy", field)
     prompt = alora.Sequence(alora.prompts()["middle"], "check")
     expected = alora.answer(model, paths, prompt)
     server = InprocServer(server.placement.spec, {"legacy": legacy})

@@ -3,16 +3,14 @@
 import pytest
 
 from client_connector.transformers import attach
-from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate, load_model
 from lora_server.demo.launch import running_server
 from lora_server.errors import GeometryMismatchError, LoraServerError, UnknownAdapterError
-from lora_server.merge import Merge
 from lora_server.merge.checkpoint import base_weights
 from lora_server.merged import MERGED, find_merged
 from tests.support.serving import cli, flags, status, until
-from tests.support.workload import NEW_TOKENS
+from tests.support.workload import NEW_TOKENS, merge
 
 HOT = "fused"
 
@@ -20,14 +18,11 @@ HOT = "fused"
 def test_weights_that_another_base_model_was_merged_into_are_refused(load, tmp_path):
     """They have the same sizes: the server knows its base model by the fingerprint of its weights."""
     tiny.save_model(tiny.make_model(load.kind, seed=1), tmp_path / "base")
-    adapter, version = validate_adapter(load.paths[HOT], load.spec)
-    with adapter:
-        record = Merge(tmp_path / "base", adapter, version, HOT, tmp_path / "out").run()
+    record = merge(tmp_path / "base", load.paths[HOT], HOT, tmp_path / "out")
     model = load_model(tmp_path / "out")
     with running_server(tmp_path / "log", flags(load, "--adapter-root", "/")) as server:
-        expected = (
-            f"merged into weights {record.base_weights}, and the server's .* and weights {base_weights(load.base)}"
-        )
+        theirs = base_weights(load.base)
+        expected = f"merged into weights {record.base_weights}, and the server's .* and weights {theirs}"
         with pytest.raises(GeometryMismatchError, match=expected):
             attach(model, server=server.address)
         assert not status(server.address).joined, "it left"
@@ -52,9 +47,7 @@ def check_merges_by_name(load, address, tmp_path):
 
 
 def test_hot_requests_need_no_server_and_an_update_makes_the_merged_version_a_cold_one(load, tmp_path):
-    adapter, version = validate_adapter(load.paths[HOT], load.spec)
-    with adapter:
-        Merge(load.base, adapter, version, HOT, tmp_path / "out").run()
+    version = merge(load.base, load.paths[HOT], HOT, tmp_path / "out").version
     model, prompt = load_model(tmp_path / "out"), load.batch[0].prompt
 
     def tokens(lora, name):

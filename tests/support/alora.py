@@ -1,5 +1,6 @@
 """Activated LoRAs beside ordinary ones, prompts in which they are invoked or not, and what PEFT answers."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def make(model, root: Path) -> dict[str, Path]:
     for seed, (name, recipe) in enumerate(ADAPTERS.items()):
         tiny.make_adapter(model, root / name, seed=60 + seed, **recipe)
     return {name: root / name for name in ADAPTERS}
+
+
+def make_legacy(model, path: Path, field: str = "invocation_string") -> Path:
+    """Make `check` again, with its invocation as a text."""
+    tiny.make_adapter(model, path, seed=60, **ADAPTERS["check"])
+    config = json.loads((path / "adapter_config.json").read_text())
+    config |= {"alora_invocation_tokens": None, field: "w17 w18 w19"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
 
 
 def words(seed: int, length: int) -> list[int]:

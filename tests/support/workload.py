@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 
 from lora_server import spec
+from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.demo.engine import EngineAnswer, Sequence, generate
+from lora_server.merge import Merge
+from lora_server.merged import MergedRecord
 
 NEW_TOKENS = 8
 SCRATCH = tempfile.TemporaryDirectory(prefix="lora-tests-")
@@ -101,3 +104,10 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
     made = Workload(kind, model, base, adapters, batch, [])
     made.expected.extend(made.answer(made.paths.get(one.adapter), one.prompt) for one in batch)
     return made
+
+
+def merge(base: Path, adapter: Path, name: str, out: Path) -> MergedRecord:
+    """Write a copy of a base model whose weights contain an adapter; return its record."""
+    opened, version = validate_adapter(adapter, spec.load(base))
+    with opened:
+        return Merge(base, opened, version, name, out).run()
