@@ -2,10 +2,9 @@
 
 import pytest
 
-from lora_server.adapters import validate_adapter
-from lora_server.merge import Merge
-from tests.support.workload import workload
-from tests.vllm.engines import FORKS, Engine, serve
+from client_connector.directory import AdapterDirectory
+from tests.support.workload import merge, workload
+from tests.vllm.engines import FORKS, Engine, Servers, serve
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +32,8 @@ def load(kind):
 def merged(load, tmp_path_factory):
     """A model directory whose weights contain `fused`, and a path by which vLLM's front end names that version."""
     out = tmp_path_factory.mktemp("merged") / "out"
-    adapter, version = validate_adapter(load.paths["fused"], load.spec)
-    with adapter:
-        Merge(load.base, adapter, version, "fused", out).run()
-    return out, f"lora_server:fused@{version}"
+    record = merge(load.base, load.paths["fused"], "fused", out)
+    return out, f"lora_server:fused@{record.version}"
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +45,9 @@ def mixtral_server(scratch):
 
 @pytest.fixture(scope="session")
 def mixtral_engine(mixtral_server, scratch):
-    running = Engine(workload("mixtral", "vllm").base, mixtral_server.address, scratch / "engine-mixtral.log")
-    yield running
-    running.close()
+    base, log = workload("mixtral", "vllm").base, scratch / "engine-mixtral.log"
+    with Engine(base, mixtral_server.address, log) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +64,19 @@ def engine(request, load, kind, server, scratch):
     if kind == "mixtral":
         yield request.getfixturevalue("mixtral_engine")
         return
-    running = Engine(load.base, server.address, scratch / f"engine-{kind}.log")
-    yield running
-    running.close()
+    with Engine(load.base, server.address, scratch / f"engine-{kind}.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def servers(load, tmp_path_factory):
+    """Servers that the tests of a file may kill."""
+    with Servers(load, tmp_path_factory.mktemp("servers")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def directory(server):
+    directory = AdapterDirectory(server.address)
+    yield directory
+    directory.close()

@@ -16,7 +16,7 @@ from lora_server.daemon.forked import Forked
 from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import EngineAnswer, Sequence
-from lora_server.demo.launch import RunningServer, free_address, running_server
+from lora_server.demo.launch import RunningServer, free_address, launch, running_server
 from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import Workload
 
@@ -147,6 +147,31 @@ def _forked(stdin: int, log: int, replies: int, env: dict[str, str]) -> Forked:
 def serve(load: Workload, name: str, scratch: Path) -> contextlib.AbstractContextManager[RunningServer]:
     """Four shards, so that experts, layers and dense sites lie apart."""
     return running_server(scratch / f"server-{name}.log", flags(load, "--layout", "ep2-pp2", *ANYWHERE))
+
+
+class Servers:
+    """Servers of a workload, one after another; all are stopped with the block."""
+
+    def __init__(self, load: Workload, folder: Path) -> None:
+        self._load, self._folder, self.all = load, folder, list[RunningServer]()
+
+    def start(self, *more: str) -> RunningServer:
+        """Start one with these flags and wait until it is ready."""
+        self.all.append(launch(self._folder / f"server-{len(self.all)}.log", *flags(self._load, *more)))
+        self.all[-1].wait_ready()
+        return self.all[-1]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one in self.all:
+            one.stop()
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    """Return the tokens of an OpenAI server's completion."""
+    return answer["choices"][0]["token_ids"]
 
 
 class ApiServer:

@@ -1,10 +1,7 @@
 """Activated LoRAs in a real engine against PEFT's aLoRA, and KV prefixes shared with the base model both ways."""
 
-import json
-
 import pytest
 
-from client_connector.directory import AdapterDirectory
 from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import EngineAnswer, Sequence
@@ -16,19 +13,13 @@ BLOCK = 128
 
 
 @pytest.fixture(scope="module")
-def paths(load, server, tmp_path_factory):
+def paths(load, directory, tmp_path_factory):
     root = tmp_path_factory.mktemp("alora")
     made = alora.make(load.model, root)
     tiny.make_adapter(load.model, root / "second", seed=90, lora_rank=4, targets="attention", invocation=alora.CALL)
-    tiny.make_adapter(load.model, root / "legacy", seed=60, lora_rank=6, targets="attention", invocation=alora.CALL)
-    config = json.loads((root / "legacy/adapter_config.json").read_text())
-    config |= {"alora_invocation_tokens": None, "invocation_string": "w17 w18 w19"}
-    (root / "legacy/adapter_config.json").write_text(json.dumps(config))
-    made |= {"second": root / "second", "legacy": root / "legacy"}
-    directory = AdapterDirectory(server.address)
+    made |= {"second": root / "second", "legacy": alora.make_legacy(load.model, root / "legacy")}
     for name, path in made.items():
         directory.add(name, str(path))
-    directory.close()
     return made
 
 

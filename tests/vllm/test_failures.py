@@ -9,31 +9,13 @@ import pytest
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
-from lora_server.demo.launch import RunningServer, launch
-from tests.support.serving import HANG_SECONDS, flags, kill, until
+from tests.support.serving import HANG_SECONDS, kill, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ENVIRONMENT, START_SECONDS, Engine
 
 LONG = 40
 IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "10"}  # on a busy machine, too
-
-
-@pytest.fixture
-def killable(load, tmp_path):
-    """start(address) gives a server there that a test may kill, with all its shards."""
-    running: list[RunningServer] = []
-
-    def start(address: str | None = None) -> RunningServer:
-        more = () if address is None else ("--listen", address)
-        server = launch(tmp_path / f"server-{len(running)}.log", *flags(load, "--layout", "ep2-pp1", *more))
-        server.address = address or server.address
-        running.append(server)
-        server.wait_ready()
-        return server
-
-    yield start
-    for server in running:
-        server.stop()
+LAYOUT = ("--layout", "ep2-pp1")
 
 
 def start_two(load, engine) -> tuple[str, str]:
@@ -47,11 +29,11 @@ def peft(load, name: str | None, prompt: list[int], new_tokens: int) -> list[int
     return load.answer(load.paths.get(name), prompt, new_tokens).tokens
 
 
-def test_policy_error(load, killable, scratch):
+def test_policy_error(load, servers, scratch):
     """Base rows are not touched. The blocks of a prompt that is half computed, which are cached under the adapter's
     version, are never used again."""
     text = [3 + i * 7 % 240 for i in range(300)]
-    server = killable()
+    server = servers.start(*LAYOUT)
     log = scratch / "engine-error.log"
     with Engine(load.base, server.address, log, IMPATIENT, max_num_batched_tokens=160) as engine:
         adapted, base = start_two(load, engine)
@@ -68,7 +50,7 @@ def test_policy_error(load, killable, scratch):
 
         reply = engine.generate([Sequence(load.batch[0].prompt, "fused")], NEW_TOKENS)[0]
         assert reply["finish_reason"] == "error" and "server_unavailable" in reply["stop_reason"]
-        killable(server.address)
+        servers.start(*LAYOUT, "--listen", server.address)
         until(lambda: is_served(engine, load.batch[0]), "it has joined anew", HANG_SECONDS)
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         reply = engine.generate([Sequence(text, "fused")], NEW_TOKENS)[0]
@@ -79,9 +61,9 @@ def is_served(engine, sequence):
     return engine.generate([sequence], 1)[0]["stop_reason"] is None
 
 
-def test_policy_base_model(load, killable, scratch):
+def test_policy_base_model(load, servers, scratch):
     """From the failure on the base model continues from the text so far, and the last output says so."""
-    server = killable()
+    server = servers.start(*LAYOUT)
     settings = {"address": server.address, "on_failure": "base_model", "timeout_seconds": 5}
     with Engine(load.base, None, scratch / "engine-base.log", additional_config={"lora_server": settings}) as engine:
         prompt = load.batch[0].prompt
@@ -105,7 +87,7 @@ def test_policy_base_model(load, killable, scratch):
         assert parse_flag(reply["stop_reason"])[0] == "base_model"
         unknown = engine.generate([Sequence(prompt, "nobody")], NEW_TOKENS)[0]
         assert unknown["stop_reason"] is not None, "flagged, or an error: never silent"
-        killable(server.address)
+        servers.start(*LAYOUT, "--listen", server.address)
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         unknown = engine.generate([Sequence(prompt, "nobody")], NEW_TOKENS)[0]
         assert unknown["finish_reason"] == "error", "an unknown name is an error under either policy"

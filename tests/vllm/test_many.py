@@ -20,13 +20,6 @@ ANNOUNCED = (
 
 
 @pytest.fixture(scope="module")
-def directory(server):
-    directory = AdapterDirectory(server.address)
-    yield directory
-    directory.close()
-
-
-@pytest.fixture(scope="module")
 def many(load, directory, tmp_path_factory):
     """200 more names: 20 versions of different ranks, 10 names each."""
     root, targets = tmp_path_factory.mktemp("many"), ("experts", "attention", "all", "qv")

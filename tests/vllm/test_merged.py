@@ -8,13 +8,11 @@ import time
 
 import pytest
 
-from client_connector.directory import AdapterDirectory
 from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import EngineAnswer, Sequence
-from lora_server.demo.launch import RunningServer, launch
 from tests.support import alora
-from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, flags, kill, settled_steps, status
+from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, kill, settled_steps, status
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import Engine
 
@@ -24,30 +22,15 @@ BLOCK, LONG = 128, 40
 AWAY_SECONDS = float(os.environ.get("LORA_AWAY_SECONDS", "0"))
 
 
-class Servers:
-    """Servers with one registry, one after another."""
-
-    def __init__(self, load, scratch):
-        self.load, self.scratch, self.all = load, scratch, list[RunningServer]()
-
-    def start(self, *more: str) -> RunningServer:
-        own = ("--layout", "ep2-pp2", *ANYWHERE, "--data-dir", str(self.scratch / "merged-data"), *more)
-        self.all.append(launch(self.scratch / f"server-merged-{len(self.all)}.log", *flags(self.load, *own)))
-        self.all[-1].wait_ready()
-        return self.all[-1]
+@pytest.fixture(scope="module")
+def own_flags(scratch):
+    """Flags of all servers here, which have one registry."""
+    return ("--layout", "ep2-pp2", *ANYWHERE, "--data-dir", str(scratch / "merged-data"))
 
 
 @pytest.fixture(scope="module")
-def servers(load, scratch):
-    made = Servers(load, scratch)
-    yield made
-    for one in made.all:
-        one.stop()
-
-
-@pytest.fixture(scope="module")
-def server(servers):
-    return servers.start()
+def server(servers, own_flags):
+    return servers.start(*own_flags)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +55,10 @@ def test_tokens_of_hot_cold_and_base_rows_equal_peft(load, engine):
     load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
 
 
-def test_rows_before_an_invocation_are_the_base_models(load, server, engine, tmp_path_factory):
+def test_rows_before_an_invocation_are_the_base_models(load, directory, engine, tmp_path_factory):
     paths = alora.make(load.model, tmp_path_factory.mktemp("alora"))
-    directory = AdapterDirectory(server.address)
     for name, path in paths.items():
         directory.add(name, str(path))
-    directory.close()
     case = alora.case(load.model, paths)
     replies = engine.generate(case.batch, NEW_TOKENS)
     case.check([EngineAnswer(reply["tokens"], reply["logprobs"]) for reply in replies])
@@ -126,7 +107,7 @@ def check_draining(address, merged, serves):
     assert (len(draining.clients), draining.serves) == (1, serves)
 
 
-def test_hot_requests_do_not_notice_that_the_server_is_away(load, servers, server, merged, engine):
+def test_hot_requests_do_not_notice_that_the_server_is_away(load, servers, own_flags, server, merged, engine):
     """Each step gives a hot request a token, while one of the base model waits. That one is served by a server that
     comes back, where the name means another version by then."""
     prompt, (was,) = load.batch[0].prompt, status(server.address).draining
@@ -146,7 +127,7 @@ def test_hot_requests_do_not_notice_that_the_server_is_away(load, servers, serve
         if time.monotonic() >= gone + AWAY_SECONDS:
             break
         hot = engine.add(prompt, HOT, LONG, merged[1])
-    servers.start("--listen", server.address)
+    servers.start(*own_flags, "--listen", server.address)
     served = engine.call("step", count=0)[base]
     assert (served["tokens"], served["stop_reason"]) == (load.answer(None, prompt, LONG).tokens, None)
     check_draining(server.address, merged, was.serves)

@@ -18,7 +18,6 @@ LONG = 40
 @pytest.mark.parametrize("kind", ["gpt_oss"], indirect=True)
 def test_tensor_parallel(load, server, scratch):
     """Equal to PEFT; a shard that dies voids the step on both ranks, which is computed anew, and the engine lives."""
-    engine = Engine(load.base, server.address, scratch / "engine-tp2.log", **TP2)
 
     def add_two() -> list[str]:
         return [engine.add(load.batch[0].prompt, name, LONG) for name in ("fused", None)]
@@ -28,7 +27,7 @@ def test_tensor_parallel(load, server, scratch):
         ended = [answers[request] for request in requests]
         return [(one["tokens"], one["finish_reason"], one["stop_reason"]) for one in ended]
 
-    try:
+    with Engine(load.base, server.address, scratch / "engine-tp2.log", **TP2) as engine:
         until(lambda: status(server.address).clients == 3, "two ranks and the scheduler")
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         assert engine.log.read_text().count("attached to the LoRA server") == 1, "not once per rank"
@@ -40,8 +39,6 @@ def test_tensor_parallel(load, server, scratch):
         assert finish(two) == calm and [one[1:] for one in calm] == [("length", None)] * 2
         until(lambda: status(server.address).ready and status(server.address).shards[0].restarts == 1, "it is back")
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
-    finally:
-        engine.close()
     until(lambda: status(server.address).clients == 0, "all have left")
 
 

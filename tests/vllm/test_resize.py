@@ -4,20 +4,15 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.serving import cli, status
-from tests.vllm.engines import ApiServer, serve
+from tests.vllm.engines import ApiServer, serve, tokens
 
 LONG = 100
-
-
-def tokens(answer) -> list[int]:
-    return answer["choices"][0]["token_ids"]
 
 
 def test_requests_go_on_while_the_server_is_resized_to_and_fro(load, kind, scratch):
     prompt = load.batch[0].prompt
     with serve(load, f"{kind}-resize", scratch) as server:
-        api = ApiServer(load.base, server.address, scratch / "resize.log")
-        try:
+        with ApiServer(load.base, server.address, scratch / "resize.log") as api:
             calm = tokens(api.complete("fused", prompt, LONG)[1])
             for layout in ("ep1-pp1", "ep2-pp2"):
                 with ThreadPoolExecutor(1) as pool:
@@ -32,5 +27,3 @@ def test_requests_go_on_while_the_server_is_resized_to_and_fro(load, kind, scrat
                 assert status(server.address).layout == layout
                 answered.append(api.complete("fused", prompt, LONG))
                 assert all((code, tokens(answer)) == (200, calm) for code, answer in answered)
-        finally:
-            api.close()

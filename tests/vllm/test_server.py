@@ -1,5 +1,6 @@
 """The OpenAI server: names of the LoRA server just work, unknown ones are 404, load and unload, failures."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -10,16 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from client_connector.directory import AdapterDirectory
 from client_connector.serving.settings import Settings
 from lora_server import __version__
 from lora_server.demo import tiny
-from lora_server.demo.launch import launch
 from lora_server.errors import AdapterExistsError
 from lora_server.wire.waits import WAITS
-from tests.support.serving import HANG_SECONDS, flags, kill, status, until
+from tests.support.serving import HANG_SECONDS, kill, metric, status, until
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import ApiServer, serve
+from tests.vllm.engines import ApiServer, serve, tokens
 
 IN_ORDER = True  # the last test ends the server
 LONG = 120
@@ -34,20 +33,8 @@ def server(load, kind, scratch):
 
 @pytest.fixture(scope="module")
 def api(load, server, scratch):
-    running = ApiServer(load.base, server.address, scratch / "api.log")
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def directory(server):
-    directory = AdapterDirectory(server.address)
-    yield directory
-    directory.close()
-
-
-def tokens(answer) -> list[int]:
-    return answer["choices"][0]["token_ids"]
+    with ApiServer(load.base, server.address, scratch / "api.log") as running:
+        yield running
 
 
 def test_names_of_the_server_just_work_and_others_are_404(load, api):
@@ -73,26 +60,20 @@ def test_vllms_log_says_whom_it_is_attached_to(load, api, server):
     assert told == [f"attached to the LoRA server {expected}"]
 
 
-def count_of(text, series) -> float:
-    """A sample of Prometheus' text; 0 before its first request."""
-    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def test_what_a_request_waited_for_is_measured(load, api, server):
     """The lookup of its name at vLLM's own /metrics; its name, place, weights and engine at the server's."""
     stages = [f'lora_server_request_wait_seconds_count{{tenant="(operator)",what="{what}"}}' for what in WAITS]
 
     def counts():
         ours = server.get("/metrics")[1]
-        looked_up = count_of(api.request("GET", "/metrics")[1], "lora_server_name_seconds_count")
-        return [looked_up, *(count_of(ours, stage) for stage in stages)]
+        looked_up = metric(api.request("GET", "/metrics")[1], "lora_server_name_seconds_count")
+        return [looked_up, *(metric(ours, stage) for stage in stages)]
 
     before = counts()  # a heartbeat may tell of an earlier request's waits only later
     assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
     assert counts()[0] == before[0] + 1
     until(lambda: all(one > was for one, was in zip(counts(), before, strict=True)), "its waits are told")
-    assert count_of(api.request("GET", "/metrics")[1], "lora_server_name_seconds_sum") > 0
+    assert metric(api.request("GET", "/metrics")[1], "lora_server_name_seconds_sum") > 0
 
 
 def test_added_while_it_serves_and_removed(load, api, directory, tmp_path):
@@ -187,18 +168,23 @@ def test_a_name_that_was_never_asked_for_waits_for_a_controller_that_is_away(loa
     directory.remove("unseen")
 
 
+@contextlib.contextmanager
+def posted(api, body):
+    """The answer to a request for a completion; its connection ends with the block."""
+    with contextlib.closing(http.client.HTTPConnection(api.address, timeout=HANG_SECONDS)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        yield connection.getresponse()
+
+
 def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
-    connection = http.client.HTTPConnection(api.address, timeout=HANG_SECONDS)
     body = {"model": "fused", "prompt": load.batch[0].prompt, "max_tokens": 400, "min_tokens": 400, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data:")
-    until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
-    connection.close()
+    with posted(api, body) as answer:
+        assert answer.readline().startswith(b"data:")
+        until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
     until(lambda: not any(adapter.holders for adapter in directory.list()), "it is released")
 
 
-def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
+def test_an_outage_is_503_and_few_lines(load, api, server, servers):
     """The last test here: the server that the others shared is gone, and another stands in its place."""
     prompt, earlier = load.batch[0].prompt, len(api.log.read_text())
     assert api.complete("fused", prompt, 1)[0] == 200
@@ -206,20 +192,12 @@ def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
     answers = [api.complete("fused", prompt, 1) for _ in range(40)]
     assert {code for code, _ in answers} == {503}, answers
     assert {answer["error"]["type"] for _, answer in answers} == {"ServiceUnavailableError"}
-    connection = http.client.HTTPConnection(api.address, timeout=HANG_SECONDS)
-    body = json.dumps({"model": "never-seen", "prompt": prompt, "max_tokens": 1})
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
-    assert json.load(answer)["error"]["type"] == "ServiceUnavailableError"
-    connection.close()
+    with posted(api, {"model": "never-seen", "prompt": prompt, "max_tokens": 1}) as answer:
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        assert json.load(answer)["error"]["type"] == "ServiceUnavailableError"
     assert api.complete("base", prompt, 1)[0] == 200
-    again = launch(scratch / "server-again.log", *flags(load, "--listen", server.address))
-    try:
-        again.wait_ready()
-        until(lambda: api.complete("fused", prompt, 1)[0] == 200, "adapters are served again", HANG_SECONDS)
-        log = api.log.read_text()[earlier:]
-        assert 1 <= log.count("request failed") < 20, log  # one, and one more for each ten seconds
-        assert "LoRA server lost; joining it again" in log and "rejoined" in log
-    finally:
-        again.stop()
+    servers.start("--listen", server.address)
+    until(lambda: api.complete("fused", prompt, 1)[0] == 200, "adapters are served again", HANG_SECONDS)
+    log = api.log.read_text()[earlier:]
+    assert 1 <= log.count("request failed") < 20, log  # one, and one more for each ten seconds
+    assert "LoRA server lost; joining it again" in log and "rejoined" in log
