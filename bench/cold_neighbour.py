@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import statistics
 import threading
 import time
@@ -210,12 +211,13 @@ def figures(name: str, found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def percentiles(name: str, seen: Sequence[float], **references: Sequence[float]) -> dict[str, float]:
-    """Return p50 and p99 of these seconds and of the references, in ms, and their ratios to those of each reference."""
+    """Return p50 and p99 of these seconds and of the references, in ms, and their ratios to those of each reference;
+    NaN where there are none, as on a slow machine in a short run."""
     found: dict[str, float] = {}
     for at, of in (("p50", statistics.median), ("p99", p99)):
-        found[f"{name}_{at}_ms"] = of(seen) * 1e3
-        for reference, others in references.items():
-            found |= {f"{reference}_{at}_ms": of(others) * 1e3, f"{at}_{reference}": of(seen) / of(others)}
+        ms = {key: of(times) * 1e3 if times else math.nan for key, times in {name: seen, **references}.items()}
+        found |= {f"{key}_{at}_ms": value for key, value in ms.items()}
+        found |= {f"{at}_{key}": ms[name] / ms[key] for key in references}
     return found
 
 

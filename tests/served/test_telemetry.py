@@ -143,8 +143,13 @@ def test_a_refused_call_is_found_by_its_id(collector, server):
             session.acquire(["nobody"])
     finally:
         session.leave()
-    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-    (said,) = [line for line in lines if line.get("request") == raised.value.request and raised.value.request]
+
+    def said_of_it():
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line.get("request") == raised.value.request and raised.value.request]
+
+    until(said_of_it, "the log has it, perhaps after the answer")
+    (said,) = said_of_it()
     assert (said["event"], said["method"], said["code"]) == ("refused", "Acquire", "unknown_adapter")
     trace = collector.wait_for("refused")["trace"]
     until(lambda: [one for one in collector.named("lora.server.Acquire") if one["trace"] == trace], "it came")
