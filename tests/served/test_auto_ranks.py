@@ -11,6 +11,7 @@ from tests.support.serving import (
     flags,
     kill,
     kill_controller,
+    serves,
     status,
     stop,
     suspended,
@@ -67,8 +68,7 @@ def test_nodes_take_the_free_ranks_and_one_too_many_stands_by(nodes, load):
     assert set(nodes.serving()) == {1, 2}
     spare = nodes.spare()
     until(lambda: "no rank is free" in spare.tail(), "it says why it waits")
-    with attach(load.model, nodes.address, timeout_seconds=HANG_SECONDS) as lora:
-        assert answers(lora, load, "qv")
+    assert serves(nodes.address, load, "qv")
 
 
 def test_the_spare_takes_the_rank_of_a_node_that_was_killed(nodes, load):
@@ -92,8 +92,7 @@ def test_a_node_that_was_replaced_while_it_was_away_ends(nodes, load):
     until(lambda: away.process.poll() is not None, "it ends")
     assert away.process.returncode == 1
     assert "rank 1 was leased to another node while this one was away" in away.tail()
-    with attach(load.model, nodes.address, timeout_seconds=HANG_SECONDS) as lora:
-        assert answers(lora, load, "qv")
+    assert serves(nodes.address, load, "qv")
 
 
 def test_other_settings_are_refused(nodes):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from client_connector.transformers import attach
 from lora_server.demo import children
 from lora_server.demo.launch import free_ports
 from tests.support.doc_commands import blocks
-from tests.support.serving import HANG_SECONDS, answers, complete, until
+from tests.support.serving import HANG_SECONDS, complete, serves, shard_pids, until
 from tests.support.sources import ROOT
 
 pytestmark = pytest.mark.long
@@ -54,8 +53,7 @@ def typed(load, tmp_path):
 def served(address, load, nodes):
     until(lambda: complete(address), "it serves")
     assert {shard.node for shard in complete(address).shards} == set(range(nodes))
-    with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
-        assert answers(lora, load, "qv")
+    assert serves(address, load, "qv")
 
 
 def test_torchrun_starts_the_nodes(typed, load):
@@ -114,7 +112,7 @@ def test_ssh_starts_the_nodes_and_stops_them_with_the_script(typed, ssh, load, t
     script = typed(command, PORT=str(port), SSH=ssh)
     address = f"{HERE['10.0.0.1']}:{port}"
     served(address, load, 2)
-    pids = [shard.pid for shard in complete(address).shards]
+    pids = shard_pids(address)
     script.terminate()
     script.wait(HANG_SECONDS)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the nodes have stopped")

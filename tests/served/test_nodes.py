@@ -18,6 +18,7 @@ from tests.support.serving import (
     cli,
     kill,
     listed,
+    metric,
     reached,
     status,
     stop,
@@ -72,9 +73,8 @@ class ApartNodes(Nodes):
 
     def fetched(self):
         """Adapters that node 1's shards fetched, together."""
-        lines = self.first.get("/metrics")[1].splitlines()
-        wanted = [f'lora_server_fetches_total{{process="{one}"}} ' for one in OTHERS]
-        return sum(float(line.removeprefix(start)) for line in lines for start in wanted if line.startswith(start))
+        text = self.first.get("/metrics")[1]
+        return sum(metric(text, f'lora_server_fetches_total{{process="{one}"}}') for one in OTHERS)
 
     def versions(self):
         """Versions whose files lie on node 1."""

@@ -10,7 +10,7 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.demo import children
 from lora_server.demo.launch import free_ports
-from tests.support.serving import HANG_SECONDS, all_gone, answers, complete, descendants, flags, until
+from tests.support.serving import HANG_SECONDS, all_gone, answers, complete, descendants, flags, shard_pids, until
 from tests.support.workload import workload
 
 pytest.importorskip("ray", reason="needs ray: pip install 'lora-server[ray]'")
@@ -67,12 +67,6 @@ class Launched:
         return address
 
 
-def shards(address):
-    """The pids of the shards, one per node; none while the server is not complete."""
-    reply = complete(address)
-    return [shard.pid for shard in reply.shards] if reply else []
-
-
 def processes_of(host):
     """What Ray started on a host, actors and nodes of servers among it."""
     daemons = [psutil.Process(one[0].process.pid) for one in host.all_processes.values()]
@@ -85,7 +79,7 @@ def test_nodes_of_a_server_are_actors_on_hosts_of_their_own(cluster, tmp_path):
     address = launched.wait_ready()
     with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
         assert answers(lora, load, "qv")
-        first, second = shards(address)
+        first, second = shard_pids(address)
         (host,) = (one for one in cluster.hosts if one.node_ip_address != address.partition(":")[0])
         lost = processes_of(host)
         assert second in {one.pid for one in lost} and first not in {one.pid for one in lost}
@@ -93,13 +87,13 @@ def test_nodes_of_a_server_are_actors_on_hosts_of_their_own(cluster, tmp_path):
         other = Launched(cluster, load, tmp_path / "log of another", port, nodes=3)  # by mistake
         assert other.process.wait(HANG_SECONDS) == 2, other.log.read_text()
         assert "got settings that are not those of the server" in other.log.read_text()
-        assert shards(address) == [first, second]
+        assert shard_pids(address) == [first, second]
 
         cluster.add_node(num_cpus=2, node_ip_address=HOSTS[2])
         for process in lost:  # the whole host
             process.kill()
-        until(lambda: shards(address)[1:] not in ([], [second]), "Ray started its node on another host")
-        assert shards(address)[0] == first
+        until(lambda: shard_pids(address)[1:] not in ([], [second]), "Ray started its node on another host")
+        assert shard_pids(address)[0] == first
         assert answers(lora, load, "fused")
 
         # a launcher that is killed leaves the server; the same command takes it over, and stops it
@@ -107,9 +101,9 @@ def test_nodes_of_a_server_are_actors_on_hosts_of_their_own(cluster, tmp_path):
         launched.process.wait(HANG_SECONDS)
         again = Launched(cluster, load, tmp_path / "log of the next", port)
         again.wait_started()
-        assert shards(address)[0] == first
+        assert shard_pids(address)[0] == first
         assert answers(lora, load, "qv")
-    serving = [psutil.Process(pid) for pid in shards(address)]
+    serving = [psutil.Process(pid) for pid in shard_pids(address)]
     again.process.terminate()
     assert again.process.wait(HANG_SECONDS) == 0
     all_gone(serving)

@@ -7,7 +7,7 @@ import pytest
 
 from client_connector.transformers import attach
 from lora_server.demo.launch import free_ports
-from tests.support.serving import HANG_SECONDS, answers, complete, flags, reached, until
+from tests.support.serving import HANG_SECONDS, answers, complete, flags, reached, shard_pids, until
 from tests.support.slurm import running_slurm
 from tests.support.sources import ROOT
 
@@ -48,19 +48,13 @@ def into(folder, port):
     return f"--output={folder}/%x-%a", f"--chdir={folder}", f"--export=ALL,PORT={port}"
 
 
-def ranks(address):
-    """The pids of the nodes' shards, by rank; none while the server is not complete."""
-    reply = complete(address)
-    return [shard.pid for shard in reply.shards] if reply else []
-
-
 def host_of(pid):
     return psutil.Process(pid).environ()["SLURMD_NODENAME"]
 
 
 def test_the_tasks_of_a_job_are_the_nodes_of_a_server(submit, slurm, load):
     address = submit("serve.sbatch", "--nodes=2")
-    assert [host_of(pid) for pid in ranks(address)] == ["n0", "n1"]
+    assert [host_of(pid) for pid in shard_pids(address)] == ["n0", "n1"]
     with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
         assert answers(lora, load, "qv")
         slurm.kill_host("n1")
@@ -74,11 +68,11 @@ def test_a_spare_of_an_array_takes_the_rank_of_a_host_that_died(submit, slurm, l
     address = submit("elastic.sbatch", f"--array=0-{HOSTS - 1}", nodes=("--nodes", "2"))
     with attach(load.model, address, timeout_seconds=HANG_SECONDS) as lora:
         assert answers(lora, load, "qv")
-        first, second = ranks(address)
+        first, second = shard_pids(address)
         host = host_of(second)
         slurm.kill_host(host)
-        until(lambda: ranks(address)[1:] not in ([], [second]), "the spare has the rank")
-        assert ranks(address)[0] == first and host_of(ranks(address)[1]) != host
+        until(lambda: shard_pids(address)[1:] not in ([], [second]), "the spare has the rank")
+        assert shard_pids(address)[0] == first and host_of(shard_pids(address)[1]) != host
         assert answers(lora, load, "fused")
         slurm.start_host(host)
         running = "squeue", "-h", "--states=RUNNING", "-o", "%N"

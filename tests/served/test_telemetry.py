@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from client_connector.transformers import attach
 from lora_server import telemetry
 from lora_server.demo.launch import running_server
 from lora_server.errors import UnknownAdapterError
-from tests.support.serving import HANG_SECONDS, flags, listed, until
+from tests.support.serving import HANG_SECONDS, flags, listed, metric, until
 
 
 class Collector(ThreadingHTTPServer):
@@ -134,8 +133,7 @@ def test_the_wait_for_a_place_is_a_span(collector, server):
 
 def test_a_refused_call_is_found_by_its_id(collector, server):
     def refusals():
-        found = re.findall(r'lora_server_refusals_total.code="unknown_adapter". (.*)', server.get("/metrics")[1])
-        return float(found[0]) if found else 0.0
+        return metric(server.get("/metrics")[1], 'lora_server_refusals_total{code="unknown_adapter"}')
 
     session, before = RemoteServer(server.address, links=False).join(HANG_SECONDS), refusals()
     try:
