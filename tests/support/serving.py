@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import psutil
 
+from client_connector.transformers import attach
 from lora_server.demo import children
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch
@@ -123,6 +125,12 @@ def wait_successor(server: RunningServer, pid: int) -> None:
     """Wait until another controller than `pid` has a complete server."""
     until(lambda: (reply := complete(server.address)) and reply.pid != pid, "another controller has a complete server")
     server.wait_ready()
+
+
+def serves(address: str, work: Workload, name: str, kind: str = "", transport: str = "auto") -> bool:
+    """Whether an engine that joins now gets the answers of an adapter: see `answers`."""
+    with attach(work.model, address, transport=transport, timeout_seconds=HANG_SECONDS) as lora:
+        return answers(lora, work, name, kind)
 
 
 def kill_controller(server: RunningServer) -> None:
@@ -234,6 +242,18 @@ def name_of(process: psutil.Process) -> str:
         return process.name()
     except psutil.Error:
         return ""
+
+
+def metric(text: str, series: str) -> float:
+    """Find a sample in Prometheus' text; 0 before its first one."""
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def shard_pids(address: str) -> list[int]:
+    """Return the pids of the shards, by index; none while the server is not complete."""
+    reply = complete(address)
+    return [shard.pid for shard in reply.shards] if reply else []
 
 
 def is_gone(process: psutil.Process) -> bool:
