@@ -120,10 +120,13 @@ def running_server(log: Path, flags: Sequence[str], module: str = "lora_server")
 class EngineProcess:
     """An engine: a module that reads its job as a line, and writes results as lines; it ends after ENGINE_SECONDS."""
 
-    def __init__(self, module: str, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`log`: what the engine writes to stderr is added to it. `environment` is added to this process's."""
-        self._log, command = log, [sys.executable, "-m", module]
-        with log.open("ab") as stream:
+    def __init__(
+        self, what: str, module: str, log: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`what`: what errors begin with. `log`: of what the engine writes to stderr, written anew. `environment` is
+        added to this process's."""
+        self._what, self._log, command = what, log, [sys.executable, "-m", module]
+        with log.open("wb") as stream:
             self._process = children.start(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **environment}
             )
@@ -141,9 +144,10 @@ class EngineProcess:
     def line(self) -> bytes:
         """Wait for a line; raises LoraServerError with the end of the log if the engine ended, or at the deadline."""
         line: bytes = self._stdout.readline()
-        if not line:
+        if not line.endswith(b"\n"):
+            reason = "failed" if self._deadline.is_alive() else f"did not finish within {ENGINE_SECONDS:g} s"
             log = self._log.read_text(errors="replace")[-3000:]
-            raise LoraServerError(f"an engine failed, or took over {ENGINE_SECONDS:g} s:\n{log}")
+            raise LoraServerError(f"{self._what} {reason}:\n{log}")
         return line
 
     def __enter__(self) -> Self:

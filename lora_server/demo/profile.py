@@ -166,8 +166,8 @@ class _Measured:
     def _run(self, address: str, cells: list[Cell], number: int, loads: Sequence[str] = ()) -> list[ProfileTimes]:
         job = ProfileJob(str(self._base), address, self.plan.transport, cells, list(loads))
         with contextlib.ExitStack() as stack:
-            log = self._work / "engines.log"
-            engines = [stack.enter_context(EngineProcess(ENGINE, log)) for _ in range(number)]
+            logs = [self._work / f"engine{place}.log" for place in range(number)]
+            engines = [stack.enter_context(EngineProcess("profile: an engine", ENGINE, log)) for log in logs]
             for engine in engines:
                 engine.write(msgspec.json.encode(job))
             for _ in cells:

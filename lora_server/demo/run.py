@@ -158,7 +158,8 @@ def _generate(jobs: list[Job], work: Path, advance: Callable[[], None] = lambda:
     """Let an engine for each job generate, all at once."""
     results = []
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(EngineProcess(ENGINE, work / "engines.log")) for _ in jobs]
+        logs = [work / f"engine{number}.log" for number in range(len(jobs))]
+        engines = [stack.enter_context(EngineProcess("demo: an engine", ENGINE, log)) for log in logs]
         for engine, job in zip(engines, jobs, strict=True):
             engine.write(msgspec.json.encode(job))
         for engine in engines:

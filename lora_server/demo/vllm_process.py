@@ -103,4 +103,5 @@ def require_free(address: str) -> None:
         place.listen(1).close()
     except OSError as error:
         cure = "stop what listens there, or give another (make: PORT=, else --port)"
-        raise ConfigError(f"port {place.port}: {error.strerror}; {cure}") from None
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(f"port {place.port}: {reason}; {cure}") from None

@@ -120,7 +120,8 @@ class _Ways:
 
     def _run(self, job: StepJob, environment: Mapping[str, str]) -> EngineTimes:
         """Run an engine to its end; raises LoraServerError with the end of its log, or at the deadline."""
-        with EngineProcess("lora_server.demo.profiled_vllm", self._work / "engine.log", environment) as engine:
+        what, log = "profile-vllm: vLLM", self._work / "engine.log"
+        with EngineProcess(what, "lora_server.demo.profiled_vllm", log, environment) as engine:
             engine.write(msgspec.json.encode(job))
             return msgspec.json.decode(engine.line(), type=EngineTimes)
 

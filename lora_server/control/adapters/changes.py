@@ -65,6 +65,8 @@ class CatalogChanges:
     def offer(self, record: Record, eager: bool) -> list[PendingCommand]:
         """List a version under a name that is free or already means it, and tell every live shard. Call with `lock`
         held. Raises AdapterExistsError if an engine's base model has the name."""
+        if eager:
+            self.admission.tell_ended()  # otherwise shards may find no memory for it, and put it off
         with self.sync.lock:  # shards are told of it before they are told which client holds it
             if self.catalog.by_handle(record.handle) is None:
                 self.catalog.publish(record, new=True)
@@ -87,6 +89,7 @@ class CatalogChanges:
 
     def load_beside(self, record: Record) -> list[PendingCommand]:
         """Have every shard load a version that no client can ask for yet; under `lock`. `replace` follows."""
+        self.admission.tell_ended()
         with self.sync.lock:
             self.catalog.put(record, coming=True)
             return self.sync.load(record, eager=True)

@@ -167,8 +167,8 @@ class HoldUpdates:
     """Collects which adapters became active and held, until it is flushed. Not thread-safe, but for `together`:
     `AdmissionService` has the lock, which is this one.
 
-    What only ended is sent with the next that began, or within a second: a message to 256 shards is dear, and a shard
-    that still keeps an adapter in use takes no harm. See `AdmissionService.tell_ended`.
+    What only ended is sent with the next that began, or within a second: a message to 256 shards is dear, and until
+    then a shard only keeps an adapter longer than it must. See `AdmissionService.tell_ended`.
     """
 
     def __init__(self, send: Callable[[pb.ShardCommand], object], lock: AbstractContextManager[Any]) -> None:
@@ -184,7 +184,7 @@ class HoldUpdates:
     def active(self, more: Iterable[int], fewer: Iterable[int], trace: Mapping[str, str]) -> None:
         """Note which adapters became active, and inactive; `trace` is that of the request that caused it."""
         self._active.add(more, fewer)
-        self._trace = trace or self._trace
+        self._trace = (trace or self._trace) if self._active.more else telemetry.NOTHING
 
     def forget_client(self, client: int) -> None:
         """Forget what a client holds: it is revoked at the shards."""
@@ -197,7 +197,7 @@ class HoldUpdates:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Tell shards once, at the end, of all that this thread's calls in the block changed."""
+        """Tell shards once, at the end, of all that this thread's calls in the block changed, as `flush` does."""
         self._local.defers = True
         try:
             yield
@@ -207,7 +207,8 @@ class HoldUpdates:
                 self.flush()
 
     def flush(self, now: bool = False) -> None:
-        """Send what changed if anything began, unless this thread defers it; with `now` in any case."""
+        """Send what changed if an adapter came into use, or a client holds one more, unless this thread defers it; with
+        `now` in any case."""
         began = bool(self._active.more) or any(change.more for change in self._held.values())
         if not now and (not began or getattr(self._local, "defers", False)):
             return

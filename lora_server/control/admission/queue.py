@@ -91,8 +91,8 @@ class AdmissionCounters:
 class AdmissionQueue:
     """Admits tickets by the rule above. Not thread-safe: `AdmissionService` has the lock.
 
-    `resolve` returns the handles of names, or raises why there are none. `updates` tells the shards, before a client is
-    answered, which adapters are active, and held by it.
+    `resolve` returns the handles of names, or raises why there are none. `updates` has the shards told which adapters
+    are active, and held by a client.
     """
 
     resolve: Callable[[Sequence[str]], list[int]]
@@ -169,10 +169,8 @@ class AdmissionQueue:
     def release(self, client: int, handles: Iterable[int]) -> None:
         """Release holds, and admit what waits for them."""
         self._release(client, handles)
-        if self.update() or self._drained(self.clock()):
+        if self.update() or self._drained(self.clock()):  # else others hold all of them still
             self.admit()
-        else:
-            self.updates.flush()  # others hold all of them still, so nothing has changed for those that wait
 
     def revoke(self, handle: int, keepers: Collection[int] = ()) -> list[int]:
         """Release an adapter for all clients that hold it, except for `keepers`; return these."""

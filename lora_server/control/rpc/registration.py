@@ -26,6 +26,7 @@ from lora_server.wire.messages import NONCE_BYTES, proof, proves
 
 Received: TypeAlias = tuple[ShardHandle, Iterable[pb.ShardReport] | None]  # None: its stream ended
 RETRY_SECONDS = 0.1  # until a thread may be had
+ANSWER_SECONDS = 8e-6  # per stream, in which calls are answered; to write to it takes ten times as long
 MESSAGES = 4000  # a second, to all shards together, that a controller sends at most
 log = structlog.get_logger()
 
@@ -68,7 +69,7 @@ class ShardsService:
 
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
-        self._wakes = EventWakes()
+        self._wakes = EventWakes(lambda: ANSWER_SECONDS * len(self._streams))
         self._mailbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._streams: set[ShardHandle] = set()  # those that are open
         threading.Thread(target=self._apply_reports, name="reports", daemon=True).start()

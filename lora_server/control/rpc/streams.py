@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -14,14 +14,12 @@ import structlog
 log = structlog.get_logger()
 
 
-PAUSE = 0.002  # in which the call that caused a message is answered, and others join the message
-
-
 class EventWakes:
-    """Sets events of an event loop from other threads, all that are due by one call into the loop, after a PAUSE:
-    messages to 256 shards take the loop for tens of milliseconds, and the answers of calls go first. Thread-safe."""
+    """Sets events of an event loop from other threads, all that are due by one call into the loop. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: Callable[[], float] = lambda: 0.0) -> None:
+        """`pause`: seconds until they are set, in which the call that caused a message is answered."""
+        self._pause = pause
         self._due: list[asyncio.Event] = []
         self._lock = threading.Lock()
 
@@ -32,7 +30,7 @@ class EventWakes:
             is_first = len(self._due) == 1
         if is_first:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(loop.call_later, PAUSE, self._set)
+                loop.call_soon_threadsafe(loop.call_later, self._pause(), self._set)
 
     def _set(self) -> None:
         with self._lock:

@@ -238,6 +238,22 @@ def serve(stack):
     return start
 
 
+def test_the_trace_of_a_request_that_changed_nothing_is_of_no_later_one():
+    sent = []
+    updates = HoldUpdates(sent.append, nullcontext())
+    updates.active([7], [], {"traceparent": "first"})
+    updates.flush()
+    updates.active([], [7], {})
+    updates.active([7], [], {"traceparent": "again"})
+    updates.flush()
+    updates.active([8], [], {})
+    updates.flush()
+    assert [(dict(one.uses.active.trace), [*one.uses.active.more]) for one in sent] == [
+        ({"traceparent": "first"}, [7]),
+        ({}, [8]),
+    ]
+
+
 def join(controller):
     lease, _ = controller.clients.join("test")
     return lease.proof
