@@ -50,7 +50,8 @@ def main() -> int:
         suites.append([*IN_VLLM, *([one for one in paths if one not in ours] or [str(VLLM)])])
     busy = [children.start([sys.executable, "-c", SPIN]) for _ in range(LOAD * (os.cpu_count() or 1))]
     over = threading.Event()
-    threading.Thread(target=_keep_busy, args=(busy, over), daemon=True).start()
+    keeping = threading.Thread(target=_keep_busy, args=(busy, over), daemon=True)
+    keeping.start()
     failed, console = defaultdict[str, list[int]](list), Console()
     try:
         for seed in range(given.seed, given.seed + given.runs):
@@ -60,6 +61,7 @@ def main() -> int:
                     failed[name].append(seed)
     finally:
         over.set()
+        keeping.join()
         for one in busy:
             one.send_signal(signal.SIGCONT)
             children.stop(one)

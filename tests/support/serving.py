@@ -150,9 +150,10 @@ def kill_shard(server: RunningServer, shard: int) -> None:
 @contextlib.contextmanager
 def suspended(*pids: int) -> Iterator[None]:
     """Stop processes by SIGSTOP in the block; behind it those that have not ended go on."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         for pid in pids:

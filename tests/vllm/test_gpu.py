@@ -13,12 +13,12 @@ import torch
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import running_server
-from tests.support.gpu import emulated_gpu
+from tests.support.gpu import emulated, emulated_gpu
 from tests.support.serving import HANG_SECONDS, flags, kill, settled_steps
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ROOT, START_SECONDS, Engine
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 IN_ORDER = True  # the last test ends the server
 LONG = 24
 PATIENCE = 20  # seconds of requests for a server that went away

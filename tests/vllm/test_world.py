@@ -8,12 +8,12 @@ import pytest
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import launch
-from tests.support.gpu import emulated_gpu, emulated_world
+from tests.support.gpu import emulated, emulated_gpu, emulated_world
 from tests.support.serving import HANG_SECONDS, flags, shard_processes, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ROOT, Engine
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 LONG = 12
 PATIENCE = 15  # seconds of requests for a server that went away
 

@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -79,7 +79,7 @@ def killed_meanwhile(forward: LaunchedPass, pid: int) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def all_stopped(pids: Iterable[int]) -> Iterator[None]:
+def all_stopped(pids: Sequence[int]) -> Iterator[None]:
     """No thread of these processes runs meanwhile."""
     with suspended(*pids):
         for process in map(psutil.Process, pids):

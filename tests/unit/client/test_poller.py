@@ -32,15 +32,15 @@ def joined(tmp_path, stack):
 
 @pytest.fixture
 def polled(joined):
-    """A poller of this session, and the names of each of its calls."""
+    """A poller of this session, and the names that each of its calls was granted."""
     _, session = joined
     asked = []
 
     def ask(requests):
-        asked.append([one.name for one in requests])
         for one in requests:
             (held,) = session.ask(one.ticket.number, [one.name])
             one.state = one.state.after(RequestEvent.GRANTED, held=held).state
+        asked.append([one.name for one in requests])
         return requests
 
     poller = AdmissionPoller(ask, lambda: True, lambda request, is_up: None, LONG)

@@ -38,7 +38,7 @@ def test_a_name_that_is_taken_by_another_version_is_refused():
     assert adapters.catalog.ledger.next_handle() == FIRST_HANDLE, "none is used twice, and all fit a shard's kernel"
 
 
-NAMES, CLIENTS = st.sampled_from(["law", "acme/law", "acme/code"]), st.integers(1, 3)
+NAMES, CLIENTS = st.sampled_from(["law", "acme/law", "acme/code", "rival/law"]), st.integers(1, 3)
 
 
 class AdaptersMachine(RuleBasedStateMachine):
@@ -127,7 +127,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     @invariant()
     def a_tenants_names_in_use_are_those_of_versions_that_are_held(self):
         held = {self.name_of[handle] for _, handle in self.holds}
-        for tenant in ("acme", "nobody"):
+        for tenant in ("acme", "rival", "nobody"):
             assert self.adapters.admission._names.of(tenant) == {name for name in held if name.startswith(f"{tenant}/")}
 
 
