@@ -90,12 +90,16 @@ def waits(urls):
     return [f"{sys.executable} -m tests.support.doc_commands {url} $servers" for url in sorted(set(urls))]
 
 
+NO_MAKE = {"MAKEFLAGS": "", "MFLAGS": "", "MAKELEVEL": "0", "ARGS": ""}  # what a make that runs the tests was asked for
+
+
 def type_in(commands, folder, environment, seconds):
     """Run them as a reader would in a folder; returns what was printed. A command that fails fails the test."""
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
         children.own(["unshare", "-rn", "bash", "-c", script(commands)]),
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"},
+        env=environment | NO_MAKE | {"PYTHONPATH": str(ROOT), "PATH": path},
         capture_output=True,
         text=True,
         timeout=seconds,
