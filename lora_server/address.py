@@ -54,6 +54,11 @@ class Address(NamedTuple):
         return f"{bracketed(self.host)}:{self.port}"
 
 
+def why_not(error: OSError) -> str:
+    """Return why no process can listen somewhere, without the address, which `socket.create_server` repeats."""
+    return (error.strerror or str(error)).partition(" (while")[0]
+
+
 class ControllerList(NamedTuple):
     """The addresses of a server's controllers: of its only one, or also of its standby."""
 

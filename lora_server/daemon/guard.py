@@ -12,7 +12,7 @@ import errno
 import socket
 from collections.abc import Mapping
 
-from lora_server.address import ANY, Address
+from lora_server.address import ANY, Address, why_not
 from lora_server.errors import ConfigError
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -70,10 +70,9 @@ def cannot_listen(flag: str, address: Address, error: OSError) -> ConfigError:
             f"{flag} {address}: cannot listen there, in use by {listener(address.port) or 'another process'}; end it, "
             f"or give a port that is free, such as {_free_after(address)}"
         )
-    reason = (error.strerror or str(error)).partition(" (while")[0]
     return ConfigError(
-        f"{flag} {address}: cannot listen there ({reason}); expected a name or an address of this host, such as "
-        "127.0.0.1, or 0.0.0.0 for all of them"
+        f"{flag} {address}: cannot listen there ({why_not(error)}); expected a name or an address of this host, such "
+        "as 127.0.0.1, or 0.0.0.0 for all of them"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from lora_server.address import Address
+from lora_server.address import Address, why_not
 from lora_server.demo import children
 from lora_server.errors import ConfigError, ServerUnavailableError
 
@@ -103,5 +103,4 @@ def require_free(address: str) -> None:
         place.listen(1).close()
     except OSError as error:
         cure = "stop what listens there, or give another (make: PORT=, else --port)"
-        reason = (error.strerror or str(error)).partition(" (while")[0]
-        raise ConfigError(f"port {place.port}: {reason}; {cure}") from None
+        raise ConfigError(f"port {place.port}: {why_not(error)}; {cure}") from None

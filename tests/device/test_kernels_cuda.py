@@ -29,9 +29,8 @@ SMALL = Variant(bulk_copy=True, warps=2)
 LIMIT = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of |error| / |result|, both as norms over the whole step
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounded number, relative to it
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 BACKENDS = [
-    pytest.param("cpu", marks=needs_emulator, id="emulated"),
+    pytest.param("cpu", marks=pytest.mark.emulator, id="emulated"),
     pytest.param("cuda", marks=[needs_gpu, pytest.mark.cuda]),
 ]
 
@@ -169,7 +168,7 @@ def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
         assert torch.equal(launch(packed, workspace=workspace), expected), "a workspace used before"
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("cost", ["1", pytest.param("rows", marks=pytest.mark.long)])
 def test_what_jobs_are_said_to_cost_changes_no_bits(combine, cost):
     """With a cost of 1, shares are of equal numbers of jobs."""

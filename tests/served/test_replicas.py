@@ -15,8 +15,20 @@ from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.placement import Layout
 from tests.support.fleet import Fleet, now
-from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, kill, status, suspended, until
+from tests.support.resizing import children_of, placed, resize
+from tests.support.serving import (
+    HANG_SECONDS,
+    Nodes,
+    all_gone,
+    answers,
+    ask,
+    flags,
+    kill,
+    shard_processes,
+    status,
+    suspended,
+    until,
+)
 from tests.support.workload import NEW_TOKENS
 
 SHARDS = 4  # ep2, twice
@@ -138,20 +150,20 @@ def test_no_request_fails_in_a_resize_or_when_an_old_shard_dies_in_it_or_a_new_o
     with undisturbed(nodes, load, tmp_path) as fleet:
         for layout, width, dies in (("ep1-pp1", 1, 0), ("ep2-pp1", 2, 1)):
             with resizing(nodes, layout) as (answer, _):
-                old = shards(address)
+                old = shard_processes(address)
                 old[dies].kill()
                 all_gone([old[dies]])
                 fleet.all_right_again(now())
                 until(lambda dies=dies, pid=old[dies].pid: nodes.shards()[dies].pid not in (0, pid), "it is restarted")
                 nodes.wait_whole()
-                old += shards(address)
+                old += shard_processes(address)
             reply = resized(answer)
             assert (reply["moved"], reply["ended"]) == (2, 0), "under the lease that they have"
             all_gone(old)
             assert placed(address) == (layout, reply["generation"])
             assert [(one.replica, one.node) for one in nodes.shards()] == [(0, 0)] * width + [(1, 1)] * width
             nodes.wait_spread()
-            killed = shards(address)[0]
+            killed = shard_processes(address)[0]
             killed.kill()
             all_gone([killed])
             fleet.all_right_again(now())
@@ -163,7 +175,7 @@ def test_no_request_fails_in_a_resize_or_when_an_old_shard_dies_in_it_or_a_new_o
 def test_a_new_shard_that_dies_before_engines_move_is_named_and_the_old_twins_serve_on(nodes, load, tmp_path):
     address = nodes.first.address
     with undisturbed(nodes, load, tmp_path):
-        before, serving = placed(address), shards(address)
+        before, serving = placed(address), shard_processes(address)
         with resizing(nodes, "ep1-pp1") as (answer, new):
             killed = next(one for one in new if one in children_of(nodes.first))
             killed.kill()
@@ -171,7 +183,7 @@ def test_a_new_shard_that_dies_before_engines_move_is_named_and_the_old_twins_se
         assert done.returncode == 1, done.stdout
         assert "ep1-pp1: lost shards [0] on node 0: see the node's log" in done.stderr, done.stderr
         all_gone(new)
-        assert placed(address) == before and shards(address) == serving
+        assert placed(address) == before and shard_processes(address) == serving
 
 
 @pytest.mark.long

@@ -13,8 +13,8 @@ from client_connector.transformers import attach
 from lora_server.demo.launch import running_server
 from tests.support.fleet import Fleet, now
 from tests.support.relay import Relay
-from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, all_gone, answers, flags, status, stop, until
+from tests.support.resizing import children_of, placed, resize
+from tests.support.serving import HANG_SECONDS, all_gone, answers, flags, shard_processes, status, stop, until
 
 SLOWER = 20  # a pause may be so many times as long as the longest between two answers before; and a second
 
@@ -40,7 +40,7 @@ def test_engines_go_on_through_resizes_and_a_restart_serves_the_last_layout(load
         fleet.all_right_again(began)
         quiet, begun = longest_gap(fleet, began), now()
         for generation, layout in enumerate(("ep2-pp2", "ep2-pp1", "ep1-pp2"), start=2):
-            old, done = shards(server.address), resize(server.address, layout)
+            old, done = shard_processes(server.address), resize(server.address, layout)
             assert done.returncode == 0, done.stderr
             reply = json.loads(done.stdout)
             assert (reply["layout"], reply["generation"]) == (layout, generation) == placed(server.address)
@@ -62,11 +62,11 @@ def test_engines_go_on_through_resizes_and_a_restart_serves_the_last_layout(load
 
 def test_a_layout_in_whose_pools_the_adapters_do_not_fit_is_refused(load, tmp_path):
     with engines(load, tmp_path, "--layout", "ep2-pp2", "--device-pool", "600KiB") as (server, _):
-        serving = shards(server.address)
+        serving = shard_processes(server.address)
         done = resize(server.address, "ep1-pp1")
         assert done.returncode == 2 and "bytes are needed together on shard 0, and its pool has 614400" in done.stderr
         assert "ep1-pp1, in which there is no place for" in done.stderr
-        assert placed(server.address) == ("ep2-pp2", 1) and shards(server.address) == serving
+        assert placed(server.address) == ("ep2-pp2", 1) and shard_processes(server.address) == serving
         until(lambda: len(children_of(server)) == len(serving), "the new shards ended")
         assert resize(server.address, "ep2-pp2").returncode == 2, "its own layout"
         assert resize(server.address, "ep9-pp1").returncode == 2, "shards would own nothing"
@@ -75,7 +75,7 @@ def test_a_layout_in_whose_pools_the_adapters_do_not_fit_is_refused(load, tmp_pa
 @pytest.mark.parametrize("dies", ["shard", "controller"])
 def test_the_old_shards_serve_on_when_a_process_dies_before_the_new_ones_serve(load, tmp_path, dies):
     with engines(load, tmp_path, "--layout", "ep2-pp1") as (server, fleet):
-        before, serving, said = status(server.address), shards(server.address), []
+        before, serving, said = status(server.address), shard_processes(server.address), []
         asking = threading.Thread(target=lambda: said.append(resize(server.address, "ep2-pp2")))
         asking.start()
         until(lambda: set(children_of(server)) - set(serving), "a new shard")
@@ -97,7 +97,7 @@ def test_the_old_shards_serve_on_when_a_process_dies_before_the_new_ones_serve(l
         assert re.search(why[dies], said[0].stderr), said[0].stderr
         until(lambda: set(children_of(server)) == set(serving), "the new shards ended")
         server.wait_ready()
-        assert placed(server.address) == ("ep2-pp1", 1) and shards(server.address) == serving
+        assert placed(server.address) == ("ep2-pp1", 1) and shard_processes(server.address) == serving
         fleet.all_right_again(now())
         assert resize(server.address, "ep1-pp1").returncode == 0, "another one is possible"
 
@@ -121,7 +121,7 @@ def test_engines_that_are_away_during_the_whole_resize_join_again(load, tmp_path
         (engine,) = stopped.engines
         engine.process.send_signal(signal.SIGSTOP)
         relay.cut()
-        old, done = shards(server.address), resize(server.address, "ep2-pp2")
+        old, done = shard_processes(server.address), resize(server.address, "ep2-pp2")
         assert done.returncode == 0, done.stderr
         all_gone(old)
         assert not status(server.address).clients, "their leases are over"

@@ -10,8 +10,8 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.placement import Layout, share
 from tests.support.fleet import Fleet, now
-from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, flags, kill, status, until
+from tests.support.resizing import children_of, placed, resize
+from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, flags, kill, shard_processes, status, until
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def no_request_fails(load, nodes, tmp_path):
 def resized(nodes, layout, generation):
     """Resize the server; return once the old shards are gone, and each node has its share of the new ones."""
     address = nodes.all[0].address
-    old, done = shards(address), resize(address, layout)
+    old, done = shard_processes(address), resize(address, layout)
     assert done.returncode == 0, done.stderr
     all_gone(old)
     assert placed(address) == (layout, generation)
@@ -72,7 +72,7 @@ def test_a_node_that_dies_or_is_silent_before_the_new_shards_serve_is_named_and_
         with no_request_fails(load, nodes, tmp_path) as fleet:
             resized(nodes, "ep2-pp2", 2)  # so all nodes are connected
             resized(nodes, "ep2-pp1", 3)
-            serving, said = shards(first.address), []
+            serving, said = shard_processes(first.address), []
             asking = threading.Thread(target=lambda: said.append(resize(first.address, "ep2-pp2")))
             fourth.process.send_signal(signal.SIGSTOP)  # its shard never starts
             asking.start()
@@ -88,7 +88,7 @@ def test_a_node_that_dies_or_is_silent_before_the_new_shards_serve_is_named_and_
             third.process.send_signal(signal.SIGCONT)
             assert done.returncode == 1 and re.search(late, done.stderr), done.stderr
             until(lambda: len(children_of(second)) == 1 and not children_of(third), "the new shards ended")
-            assert placed(first.address) == ("ep2-pp1", 3) and shards(first.address) == serving
+            assert placed(first.address) == ("ep2-pp1", 3) and shard_processes(first.address) == serving
             fleet.all_right_again(now())
             resized(nodes, "ep2-pp2", 6)
             fleet.all_right_again(now())

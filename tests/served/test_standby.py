@@ -25,8 +25,20 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.fleet import Fleet, now
 from tests.support.postgres import host_of, running_postgres
-from tests.support.resizing import children_of, placed, resize, shards
-from tests.support.serving import HANG_SECONDS, all_gone, ask, flags, generates, kill, listed, stop, suspended, until
+from tests.support.resizing import children_of, placed, resize
+from tests.support.serving import (
+    HANG_SECONDS,
+    all_gone,
+    ask,
+    flags,
+    generates,
+    kill,
+    listed,
+    shard_processes,
+    stop,
+    suspended,
+    until,
+)
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -324,7 +336,7 @@ def test_a_standby_that_leads_in_the_middle_of_a_resize_undoes_it_before_engines
     """On two nodes, of which the second is late with its new shards. No request fails."""
     with two_nodes(tmp_path, load, postgres) as (pair, other):
         with Fleet(load, pair.address, tmp_path, ("shm", "tcp")) as fleet:
-            serving = shards(pair.address)
+            serving = shard_processes(pair.address)
             with resizing(pair, "ep2-pp2") as said:
                 until(lambda: set(children_of(other)) - set(serving), "a new shard of the second node")
                 stopped = (set(children_of(other)) - set(serving)).pop()
@@ -334,7 +346,7 @@ def test_a_standby_that_leads_in_the_middle_of_a_resize_undoes_it_before_engines
                 stopped.kill()
             assert said[0].returncode == 1, said[0].stdout
             assert "another controller has taken over, and serves on as ep2-pp1: not resized" in said[0].stderr
-            assert placed(pair.address) == ("ep2-pp1", 1) and shards(pair.address) == serving
+            assert placed(pair.address) == ("ep2-pp1", 1) and shard_processes(pair.address) == serving
             until(lambda: {*children_of(pair.all[0]), *children_of(other)} == set(serving), "the new shards ended")
             fleet.all_right_again(now())
             done = resize(pair.address, "ep2-pp2")
@@ -350,17 +362,17 @@ def test_a_standby_that_leads_while_engines_move_completes_the_resize(postgres, 
         Fleet(load, pair.address, tmp_path / "quick", ("shm", "tcp")) as quick,
         Fleet(load, pair.address, tmp_path / "slow", ("tcp",)) as slow,
     ):
-        serving, (stopped,) = shards(pair.address), slow.engines
+        serving, (stopped,) = shard_processes(pair.address), slow.engines
         stopped.process.send_signal(signal.SIGSTOP)
         with resizing(pair, "ep2-pp2") as said:
             until(lambda: server_status(pair.address).resize.state == "moving", "the new shards serve")
             until(lambda: server_status(pair.address).resize.done == 2, "the others have moved")
-            new = shards(pair.address)
+            new = shard_processes(pair.address)
             pair.leader_dies()
         assert said[0].returncode == 0, said[0].stderr
         found = {"layout": "ep2-pp2", "generation": 2, "moved": None, "ended": None, "seconds": None}
         assert json.loads(said[0].stdout) == found
-        assert placed(pair.address) == ("ep2-pp2", 2) and shards(pair.address) == new
+        assert placed(pair.address) == ("ep2-pp2", 2) and shard_processes(pair.address) == new
         all_gone(serving)
         stopped.process.send_signal(signal.SIGCONT)
         for fleet in (quick, slow):

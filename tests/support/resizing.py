@@ -1,7 +1,5 @@
 """Servers that are resized, and what tests look at meanwhile."""
 
-import psutil
-
 from tests.support.serving import cli, descendants, is_gone, name_of, status
 
 
@@ -12,10 +10,6 @@ def resize(address, layout, *more):
 def placed(address):
     reply = status(address)
     return reply.layout, reply.generation
-
-
-def shards(address):
-    return [psutil.Process(one.pid) for one in status(address).shards]
 
 
 def children_of(server):
