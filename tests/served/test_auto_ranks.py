@@ -49,7 +49,12 @@ class Elastic(Nodes):
         return found
 
     def spare(self):
-        (one,) = (one for one in self.others if one.process.poll() is None and LEASED not in one.log.read_text())
+        """Return the node that stands by; one is started where none does."""
+        here = [one for one in self.others if one.process.poll() is None and LEASED not in one.log.read_text()]
+        if not here:
+            here = [self.start(*AUTO)]
+            self.others += here
+        (one,) = here
         return one
 
     def taken(self, rank, spare):
@@ -83,11 +88,10 @@ def test_the_spare_takes_the_rank_of_a_node_that_was_killed(nodes, load):
 
 @pytest.mark.long
 def test_a_node_that_was_replaced_while_it_was_away_ends(nodes, load):
-    """It is stopped, as if its host were cut off, and a new node takes its rank. Later it says why it ends."""
+    """It is stopped, as if its host were cut off, and the spare takes its rank. Later it says why it ends."""
     away = nodes.serving()[1]
+    spare = nodes.spare()
     with suspended(away.process.pid, *(one.pid for one in descendants(away.process.pid))):
-        spare = nodes.start(*AUTO)
-        nodes.others.append(spare)
         nodes.taken(1, spare)
     until(lambda: away.process.poll() is not None, "it ends")
     assert away.process.returncode == 1
