@@ -112,7 +112,7 @@ def test_a_batch_is_the_same_calls_one_by_one(batches):
     active, held = together.told()
     assert (active, held) == one_by_one.told()
     holds = together.controller.adapters.admission.holds
-    assert held == {client: held for client in holds.clients() if (held := holds.of(client))}
+    assert held == {client: held for client, held in holds.of_clients().items() if held}
 
 
 def commands(server):

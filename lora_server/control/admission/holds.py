@@ -26,6 +26,7 @@ class ClientHolds:
     def __init__(self, changed: Callable[[int, int], object] = lambda handle, more: None) -> None:
         self._changed = changed
         self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
+        self._clients: set[int] = set()  # clients that hold an adapter, or held one
         self._unknown: set[int] = set()
         self._presumed: set[int] = set()  # held when an earlier controller was last heard
         self._in_use: set[int] = set()  # of both
@@ -36,6 +37,7 @@ class ClientHolds:
         """Count one more hold of each; return the handles that the client did not hold before."""
         more = set()
         with self._lock:
+            self._clients.add(client)
             for handle in handles:
                 holders = self._holders.setdefault(handle, Counter())
                 if not holders:
@@ -66,6 +68,7 @@ class ClientHolds:
         """Remove a client that is gone."""
         with self._lock:
             self._unknown.discard(client)
+            self._clients.discard(client)
             for handle in self.of(client):
                 self._changed(handle, -self._holders[handle][client])
                 self._end(handle, client)
@@ -92,6 +95,7 @@ class ClientHolds:
         """Take what a client says that it holds; what it acquired meanwhile is among it."""
         with self._lock:
             self._unknown.discard(client)
+            self._clients.add(client)
             for handle, times in Counter(handles).items():
                 self.acquire(client, [handle] * (times - self.by_client(handle)[client]))
 
@@ -127,10 +131,15 @@ class ClientHolds:
         with self._lock:
             return {one for one in (self._holders if among is None else among) if client in self._holders.get(one, ())}
 
-    def clients(self) -> set[int]:
-        """Return the clients that hold something."""
+    def of_clients(self) -> dict[int, set[int]]:
+        """Return what each client holds that holds an adapter, or held one: a shard that was disconnected may have
+        missed that it released them."""
         with self._lock:
-            return {client for holders in self._holders.values() for client in holders}
+            found: dict[int, set[int]] = {client: set() for client in self._clients}
+            for handle, holders in self._holders.items():
+                for client in holders:
+                    found[client].add(handle)
+            return found
 
     def _end(self, handle: int, client: int) -> None:
         """Remove a client from an adapter's holders."""

@@ -186,8 +186,8 @@ class AdmissionService:
             self.queue.updates.flush(now=True)
             active = pb.Active(more=sorted(self.queue.capacity.active), anew=True)
             handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(active=active))))
-            for client in self.holds.clients():
-                holds = pb.Holds(client=client, more=self.holds.of(client), anew=True)
+            for client, held in self.holds.of_clients().items():
+                holds = pb.Holds(client=client, more=held, anew=not self.holds.is_unknown(client))
                 handle.commands.tell(SharedCommand(pb.ShardCommand(uses=pb.Uses(holds=[holds]))))
             waiting = dict.fromkeys(name for names in self.queue.tickets.waiting.names() for name in names)
             for record in filter(None, map(self._catalog.find, waiting)):

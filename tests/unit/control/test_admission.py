@@ -18,7 +18,7 @@ from lora_server.slo import SloClasses
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.clocks import VirtualClock
-from tests.support.controllers import ToldShard, kept, make_controller, moved
+from tests.support.controllers import ToldShard, drained, kept, make_controller, moved, registration
 from tests.support.serving import HANG_SECONDS, until
 
 SHARDS = range(2)
@@ -236,6 +236,23 @@ def serve(stack):
         return controller, shard
 
     return start
+
+
+def test_a_shard_that_registers_gets_the_holds_of_every_client_that_holds_or_held_an_adapter(serve):
+    controller, shard = serve()
+    leases = [controller.clients.join(f"engine-{number}")[0] for number in range(4)]
+    admission = controller.adapters.admission
+    for lease in leases:
+        assert not controller.requests.acquire(lease.proof, ["a"], ticket=1).queued
+    controller.requests.release(leases[1].proof, [1])
+    admission.holds.expect(leases[2].client)  # its other holds are unknown: those that the shard knows stay
+    controller.clients.leave(leases[3].proof)
+    shard.close()
+    controller.shards.depart(shard.handle)
+    own = registration(0, pid=7, pool_bytes=10, agreement_digest=controller.agreement.digest())
+    commands = drained(controller.arrivals.arrive(own, []))
+    holds = {one.client: ([*one.more], one.anew) for command in commands for one in command.uses.holds}
+    assert holds == {leases[0].client: ([1], True), leases[1].client: ([], True), leases[2].client: ([1], False)}
 
 
 def test_the_trace_of_a_request_that_changed_nothing_is_of_no_later_one():
