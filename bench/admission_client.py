@@ -77,12 +77,12 @@ def work(
         while state.phase is Phase.ASKING:
             time.sleep(ANSWER_SECONDS)
             state = leases.state(key) or state
+        seen[key].immediate = state.phase in (Phase.HELD, Phase.LOADING)  # it has a place
         if state.failure is not None:
             seen[key].error = state.failure.message
         elif state.waits:
             waiting[key] = call
         else:
-            seen[key].immediate = True
             begin(key, call)
 
     coming = deque(job.calls)
