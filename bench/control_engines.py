@@ -46,10 +46,12 @@ class Load(msgspec.Struct):
 
     With a `pause`: requests one after the other, by a Poisson process with that mean of seconds between two, as
     serving engines make them (Hold). Without: `requests` at a time, as fast as they go; `single`: each by two calls of
-    its own (Acquire, Release).
+    its own (Acquire, Release). `among`: only so many adapters are drawn, the most popular
+    ones.
     """
 
     seconds: float
+    among: int = sys.maxsize
     pause: float = 0.0
     requests: int = 1
     single: bool = False
@@ -61,13 +63,13 @@ class Engine:
     def __init__(self, job: Job, number: int) -> None:
         self._session = RemoteServer(job.address, links=False).join(PATIENCE)
         self._dice, weights = random.Random(job.seed + number), [1.0 / rank for rank in range(1, job.adapters + 1)]
-        drawn = self._dice.choices(range(job.adapters), weights, k=job.drawn)
-        self._names = itertools.cycle([f"a{one:05}" for one in drawn])
+        self._drawn = itertools.cycle(self._dice.choices(range(job.adapters), weights, k=job.drawn))
         self._lock = threading.Lock()
 
     def work(self, load: Load, waited: dict[str, list[float]]) -> None:
         """Carry out a load; append the milliseconds of each request to one list of `waited`."""
         self._until, self._waited = time.monotonic() + load.seconds, waited
+        self._among = load.among
         if load.pause:
             self._with_pauses(load.pause)
         elif load.single:
@@ -77,6 +79,12 @@ class Engine:
             for _ in range(load.requests):
                 self._ask()
             self._ended.wait()
+
+    def _name(self) -> str:
+        """Return the next adapter that the load draws."""
+        while (one := next(self._drawn)) >= self._among:
+            pass
+        return f"a{one:05}"
 
     def _note(self, kind: str, began: float) -> None:
         self._waited[kind].append(1e3 * (time.monotonic() - began))
@@ -94,7 +102,7 @@ class Engine:
 
     def _hold(self) -> str:
         """Hold the next adapter, and release it; return the kind of the answer."""
-        ticket, names = self._session.ticket(), [next(self._names)]
+        ticket, names = self._session.ticket(), [self._name()]
         answer, kind = self._session.ask(ticket, names, PATIENCE), "warm"
         while not isinstance(answer, list):
             self._session.wait([ticket], PATIENCE)
@@ -105,7 +113,7 @@ class Engine:
     def _one_by_one(self) -> None:
         calls = self._session.calls
         while (began := time.monotonic()) < self._until:
-            request = pb.AcquireRequest(names=[next(self._names)], ticket=self._session.ticket())
+            request = pb.AcquireRequest(names=[self._name()], ticket=self._session.ticket())
             held = calls.call(calls.clients.Acquire, request).adapters
             self._note("warm", began)
             calls.call(calls.clients.Release, pb.ReleaseRequest(handles=[one.handle for one in held]))
@@ -127,7 +135,7 @@ class Engine:
                 if not self._open:
                     self._ended.set()
 
-        self._session.ask_soon(self._session.ticket(), [next(self._names)]).add_done_callback(granted)
+        self._session.ask_soon(self._session.ticket(), [self._name()]).add_done_callback(granted)
 
 
 def run_all(calls: list[Callable[[], object]]) -> None:

@@ -23,6 +23,7 @@ from lora_server.timings import DEFAULTS
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.credentials import Credentials
 
+LOWEST_PRIORITY = 19
 BYTES, POOL = 1 << 12, 1 << 40
 
 
@@ -68,6 +69,7 @@ class FakeShard:
 
 def main() -> None:
     """Entry point of the process."""
+    os.nice(LOWEST_PRIORITY)  # engines share its cores; real shards have their own
     gc.disable()  # a shard's process has one shard's records to walk, not 64 of them
     job = json.loads(sys.argv[1])
     model, layout = spec.load(Path(job["base"])), Layout.parse(job["layout"])

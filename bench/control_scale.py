@@ -2,11 +2,13 @@
 
 One `serve` with a controller and a real shard; all other shards and all engines are real connections without weights:
 shards register, take every command, and report that they measured an adapter, then that they loaded it; engines join,
-beat, and hold and release adapters, Zipf 1.0, at these `--rates`, acquires a second of all engines together. Measured:
-seconds until the server is ready and shards know the adapters that they are told of in advance, until all engines have
-joined; acquires of adapters that shards know (warm) and of others (cold); the list's first page, all of it, the status,
-the page, a scrape of the metrics, and what the controller's process takes; seconds until the real shard, killed, is
-back and knows all adapters, its CPU time for that, and until the controller is, killed after it.
+beat, and hold and release adapters, Zipf 1.0, at these `--rates`, acquires a second of all engines together. Each rate
+is measured with the adapters that shards know, then with all, if there are more; the controller has a core of its own
+meanwhile, where there are two. Measured: seconds until the server is ready and shards know the adapters that they are
+told of in advance, until all engines have joined; acquires of adapters that shards know (warm) and of others (cold);
+the list's first page, all of it, the status, the page, a scrape of the metrics, and what the controller's process
+takes; seconds until the real shard, killed, is back and knows all adapters, its CPU time for that, and until the
+controller is, killed after it.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ STAGES = 32
 TOKEN = "control-scale-bench"
 SIZES = {"num_hidden_layers": STAGES, "hidden_size": 32, "intermediate_size": 32}
 COLUMNS = (
-    "acquires a second {rate:.0f} | done {done:.0f} | warm {warm:d} | p50 ms {warm_p50_ms:.1f} | p99 {warm_p99_ms:.1f}"
-    " | cold {cold:d} | p50 ms {cold_p50_ms:.0f} | p99 {cold_p99_ms:.0f} | failed {failed:d}"
+    "among {among:,d} | acquires a second {rate:.0f} | done {done:.0f} | warm {warm:d} | p50 ms {warm_p50_ms:.1f}"
+    " | p99 {warm_p99_ms:.1f} | cold {cold:d} | p50 ms {cold_p50_ms:.0f} | p99 {cold_p99_ms:.0f} | failed {failed:d}"
     " | controller's CPU % {cpu:.0f} | machine's {machine:.0f}"
 )
 FACTS = (
@@ -84,7 +86,7 @@ class Size:
 
 
 def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run one server of this size; return its figures, and a row per rate."""
+    """Run one server of this size; return its figures, and a row per rate and number of adapters drawn among."""
     with harness.scratch() as root:
         harness.make_many(root, size.adapters, **SIZES)
         (root / "token").write_text(TOKEN)
@@ -95,6 +97,7 @@ def measure(size: Size, rates: list[float], seconds: float) -> tuple[dict[str, A
             with fakes(server.address, root, size) as started:
                 facts = {**asdict(size), **wait_for_all(server, size, started)}
                 print(facts, file=sys.stderr, flush=True)
+                a_core_for_the_controller(server.address, started)
                 facts, rows = with_engines(server, size, rates, seconds, facts)
                 return facts | restarts(server), rows
         except BaseException:
@@ -131,6 +134,16 @@ def wait_for_all(server: RunningServer, size: Size, started: list[Child]) -> dic
     return {"told": told, "ready_s": ready, "known_s": ready + known}
 
 
+def a_core_for_the_controller(address: str, started: list[Child]) -> None:
+    """Pin the controller to the first core, and shards and engines to the others: in production they run on other
+    hosts. With a single core this changes nothing."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    reply = harness.status(address)
+    for pid in (os.getpid(), *(one.process.pid for one in started), reply.shards[0].pid):
+        harness.run_on(pid, others or [first])
+    harness.run_on(reply.pid, [first])
+
+
 def with_engines(
     server: RunningServer, size: Size, rates: list[float], seconds: float, facts: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -142,7 +155,12 @@ def with_engines(
         for one in started:
             one.said()
         facts["joined_s"] = time.monotonic() - began
-        rows = [at_rate(started, controller, size, rate, seconds) for rate in rates]
+        among = sorted({facts["told"], size.adapters})
+        rows = [
+            at_rate(started, controller, size, Load(seconds, most, size.engines / rate))
+            for most in among
+            for rate in rates
+        ]
         stub = rpc.AdaptersStub(channel)
         calls: dict[str, Callable[[], object]] = {
             "list_s": lambda: stub.List(pb.ListAdaptersRequest(), timeout=PATIENCE),
@@ -183,15 +201,14 @@ def restarts(server: RunningServer) -> dict[str, float]:
     return {"shard_s": up, "shard_knows_s": knows, "shard_cpu_s": cpu, "controller_s": controller}
 
 
-def at_rate(
-    started: list[Child], controller: psutil.Process, size: Size, rate: float, seconds: float
-) -> dict[str, Any]:
+def at_rate(started: list[Child], controller: psutil.Process, size: Size, load: Load) -> dict[str, Any]:
     """Have the engines acquire at a rate together, and return its row."""
     before, began = sum(controller.cpu_times()[:2]), time.monotonic()
     psutil.cpu_percent()  # from now on
-    found = answers(started, Load(seconds, pause=size.engines / rate))
+    found = answers(started, load)
     spent, seconds = sum(controller.cpu_times()[:2]) - before, time.monotonic() - began
-    row: dict[str, Any] = {"rate": rate, "cpu": 100 * spent / seconds, "machine": psutil.cpu_percent()}
+    row: dict[str, Any] = {"among": load.among, "rate": size.engines / load.pause, "cpu": 100 * spent / seconds}
+    row["machine"] = psutil.cpu_percent()
     row["failed"] = sum(len(one["failed"]) for one in found)
     for kind in ("warm", "cold"):
         waited = np.concatenate([one[kind] for one in found])

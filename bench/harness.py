@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,8 +153,14 @@ def a_core_each(address: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for shard in status(address).shards:
-        for thread in Path(f"/proc/{shard.pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores[-1:])
+        run_on(shard.pid, cores[-1:])
+
+
+def run_on(pid: int, cores: Collection[int]) -> None:
+    """Pin a process's threads, and those that they start later, to these cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def status(address: str) -> pb.StatusReply:
