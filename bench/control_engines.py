@@ -46,8 +46,7 @@ class Load(msgspec.Struct):
 
     With a `pause`: requests one after the other, by a Poisson process with that mean of seconds between two, as
     serving engines make them (Hold). Without: `requests` at a time, as fast as they go; `single`: each by two calls of
-    its own (Acquire, Release). `among`: only so many adapters are drawn, the most popular
-    ones.
+    its own (Acquire, Release). `among`: only so many adapters are drawn, the most popular ones.
     """
 
     seconds: float

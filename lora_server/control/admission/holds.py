@@ -132,8 +132,8 @@ class ClientHolds:
             return {one for one in (self._holders if among is None else among) if client in self._holders.get(one, ())}
 
     def of_clients(self) -> dict[int, set[int]]:
-        """Return what each client holds that holds an adapter, or held one: a shard that was disconnected may have
-        missed that it released them."""
+        """Return the adapters of each client that holds one, or held one: a shard that was disconnected may have missed
+        that the client released them."""
         with self._lock:
             found: dict[int, set[int]] = {client: set() for client in self._clients}
             for handle, holders in self._holders.items():
