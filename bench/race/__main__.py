@@ -7,13 +7,14 @@ base          vLLM without adapters, on all cores and on one: what no adapter co
 vLLM's LoRA   vLLM's own, tuned: the number of places (max_loras) and threads that serves a middling load best; where
               that are more than 8 places, also with 8, as where GPU memory has no room for more
 ours          the same vLLM on one core, and a LoRA server of one shard on the other
+SGLang        without adapters, and with its own LoRA of 8 places, on all cores; by torch, its kernels are for GPUs
 PEFT          transformers and PEFT, mixed batches; a batch ends with its longest answer
 
 vLLM engines run as vLLM serves them (AsyncLLM, engine core in its own process) and are all started before the first
 row; systems take turns. Adapters have ranks 8, 16, 32 and 64 in turn, were all read once, and are drawn by Zipf 1.0.
 Open loop: Poisson arrivals, or those of a trace, compressed. Closed loop: so many requests in flight. `equal`: calls
-whose tokens are those of `ours`, of the calls that both answered. Not here: SGLang, whose wheels have no kernels for
-CPUs, and mixture-of-experts models, for which vLLM has no LoRA on CPUs.
+whose tokens are those of `ours`, of the calls that both answered. Not here: mixture-of-experts models, for which vLLM
+has no LoRA on CPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from bench import harness
 from bench.race import load, report, score
 from bench.race.load import Call, Job, Seen
 from bench.race.make import make
-from bench.race.systems import START_SECONDS, Contestant, System, running
+from bench.race.systems import SGLANG, START_SECONDS, Contestant, System, running
 from lora_server.demo import children
 
 SAY = Console(stderr=True)
@@ -111,7 +112,7 @@ class Race:
 
     def _adapters_of(self, system: System) -> list[str]:
         served = [name for name in self.adapters if system.kind == "ours" or name.startswith(system.sites)]
-        return served[: self.plan.counts[0]] if system.kind == "peft" else served
+        return served if system.engine == "vllm" else served[: self.plan.counts[0]]
 
     def stop(self, name: str) -> None:
         """Stop a system."""
@@ -211,6 +212,10 @@ def _run(race: Race, traces: Path) -> None:
     if plan.all_sites:
         of_all_sites(race, best, [*(one.name for one in bases), best, "ours"])
     race.stop(best)
+    if SGLANG.exists():
+        with_sglang(race, attention, about)
+    else:
+        SAY.print(f"SGLang: left out, there is no {SGLANG}; make race makes it")
     with_peft(race, attention, about)
 
 
@@ -245,10 +250,27 @@ def of_all_sites(race: Race, best: str, everyone: Sequence[str]) -> None:
     race.run(everyone, calls, width, load="closed", rate=width, **about)
 
 
+def with_sglang(race: Race, adapters: list[str], about: Mapping[str, Any]) -> None:
+    """Race SGLang, and ours again in turn with it, so that their rows can be compared."""
+    plan = race.plan
+    of_sglang = [
+        System("SGLang", "base", plan.cores, engine="sglang"),
+        System(f"SGLang's LoRA, {plan.places[0]} places", "own", plan.cores, plan.places[0], engine="sglang"),
+    ]
+    race.start(of_sglang)
+    names = [*(one.name for one in of_sglang), "ours"]
+    for number, rate in enumerate(plan.some_rates):
+        calls = load.poisson(adapters, rate, plan.seconds, 10 + number)
+        race.run(names, calls, load="poisson, SGLang", rate=rate, **about)
+    race.run(names, load.supply(adapters, 256, 2), plan.width, load="closed, SGLang", rate=plan.width, **about)
+    for name in names[:-1]:
+        race.stop(name)
+
+
 def with_peft(race: Race, adapters: list[str], about: Mapping[str, Any]) -> None:
     """Race PEFT, and ours again in turn with it, so that their rows can be compared."""
     plan = race.plan
-    race.start([System("PEFT", "peft", plan.cores)])
+    race.start([System("PEFT", "own", plan.cores, engine="peft")])
     calls = load.poisson(adapters, plan.peft_rate, plan.seconds, 10)
     race.run(["PEFT", "ours"], calls, load="poisson, PEFT", rate=plan.peft_rate, **about)
     calls = load.supply(adapters, 256, 2)

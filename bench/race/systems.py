@@ -21,12 +21,15 @@ from lora_server.errors import LoraServerError
 from lora_server.merged import find_merged
 
 START_SECONDS, GRACE_SECONDS = 600.0, 600.0  # GRACE: beyond a job's own seconds
+ROOT = Path(__file__).parents[2]
 BATCH = 32
 RANKS = (8, 16, 32, 64)
 POOL = "4GiB"  # room for all adapters, of which vLLM's own LoRA keeps all in host memory
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SGLANG = ROOT / ".venv-sglang/bin/python"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -37,9 +40,9 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class System:
-    """`kind`: base, own (vLLM's LoRA with so many `places`), ours or peft. `sites`: which adapters it serves.
+    """`kind`: base, own (the engine's LoRA with so many `places`) or ours. `sites`: which adapters it serves.
 
-    `base`: its model's directory.
+    `base`: its model's directory. `engine`: vllm, sglang or peft, which has its own LoRA alone.
     """
 
     name: str
@@ -48,6 +51,7 @@ class System:
     places: int = 0
     sites: str = "attention"
     base: str = "base"
+    engine: str = "vllm"
 
 
 class Contestant:
@@ -101,8 +105,7 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
             flags += ["--layout", "ep1-pp1", "--dtype", "float32", "--device-pool", POOL]
             server = stack.enter_context(running_server(work / f"{system.name}-server.log", flags))
             environment["LORA_SERVER_ADDRESS"] = server.address
-        module = "peft_child" if system.kind == "peft" else "vllm_child"
-        contestant = _spawn(system, module, environment, work / f"{system.name}.log")
+        contestant = _spawn(system, environment, work / f"{system.name}.log")
         contestant.server = environment.get("LORA_SERVER_ADDRESS", "")
         stack.callback(contestant.stop)
         contestant.say(msgspec.json.encode(_start(system, work, adapters)))
@@ -111,8 +114,10 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
 
 def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any]:
     paths = {name: str(work / "adapters" / name) for name in adapters}
-    if system.kind == "peft":
+    if system.engine == "peft":
         return {"model": str(work / "base"), "paths": paths, "threads": system.threads, "batch": BATCH}
+    if system.engine == "sglang":
+        return _start_sglang(system, work, paths)
     settings: dict[str, Any] = {
         "model": str(work / system.base),
         "dtype": "float32",
@@ -134,12 +139,36 @@ def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any
     return {"settings": settings, "paths": {} if system.kind == "base" else paths}
 
 
-def _spawn(system: System, module: str, environment: dict[str, str], log: Path) -> Contestant:
+def _start_sglang(system: System, work: Path, paths: dict[str, str]) -> dict[str, Any]:
+    """SGLang's engine as close to vLLM's as its arguments allow; its threads are those of the environment."""
+    settings: dict[str, Any] = {
+        "model_path": str(work / system.base),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "context_length": 512,
+        "max_running_requests": BATCH,
+        "max_total_tokens": BATCH * 512,
+        "disable_radix_cache": True,
+        "sleep_on_idle": True,  # else its scheduler takes a core while the others have their turn
+        "log_level": "warning",
+    }
+    if system.kind == "own":
+        settings |= {"enable_lora": True, "lora_backend": "torch_native", "max_loras_per_batch": system.places}
+        settings |= {"max_lora_rank": max(RANKS), "lora_paths": paths, "lora_target_modules": ATTENTION}
+    return {"settings": settings, "paths": {} if system.kind == "base" else paths}
+
+
+def _spawn(system: System, environment: dict[str, str], log: Path) -> Contestant:
     answers, theirs = os.pipe()
+    python = SGLANG if system.engine == "sglang" else sys.executable
     try:
         with log.open("wb") as stream:
             process = children.start(
-                [sys.executable, "-m", f"bench.race.{module}", str(theirs)],
+                [str(python), "-m", f"bench.race.{system.engine}_child", str(theirs)],
                 stdin=subprocess.PIPE, stdout=stream, stderr=stream, env=environment, pass_fds=(theirs,),
             )  # fmt: skip
     finally:
