@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from client_connector.reconnect import while_busy
@@ -93,3 +95,8 @@ class AdapterDirectory:
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+def as_uri(path: str) -> str:
+    """Return where an adapter is that an engine's API names by a path: absolute, as the server's folder is another."""
+    return path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111  (never raises)

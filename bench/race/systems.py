@@ -156,7 +156,7 @@ def _start_sglang(system: System, work: Path, paths: dict[str, str]) -> dict[str
         "sleep_on_idle": True,  # else its scheduler takes a core while the others have their turn
         "log_level": "warning",
     }
-    if system.kind == "own":
+    if system.kind == "own":  # the other backends are Triton's
         settings |= {"enable_lora": True, "lora_backend": "torch_native", "max_loras_per_batch": system.places}
         settings |= {"max_lora_rank": max(RANKS), "lora_paths": paths, "lora_target_modules": ATTENTION}
     return {"settings": settings, "paths": {} if system.kind == "base" else paths}

@@ -1,9 +1,9 @@
 """The vLLM plugin (entry point `vllm.general_plugins`): adapters of a LoRA server as vLLM LoRA names.
 
-settings   where an engine keeps them        version    supported vLLM versions
+settings   where an engine keeps them        contract   which versions, and which attributes are touched
 graphs     where captured graphs are cut              amx        asking the kernel for AMX
 punica     remote experts, by the names that vLLM's LoRA experts call
-contract   which vLLM attributes are touched               logs       our lines in vLLM's own log
+logs       our lines in vLLM's own log
 tenants    middleware of vLLM's API server for many tenants
 hooks/     what is wrapped: install, frontend, engine, worker, moe; the only modules that import vLLM
 """

@@ -1,28 +1,10 @@
-"""Every attribute of vLLM that the plugin touches. Checked when it is installed, and by a test.
-
-An upgrade that moves one is refused by name, before an engine starts.
-"""
+"""Every attribute of vLLM that the plugin touches; see serving.contract."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
-from typing import Any, NamedTuple
+from client_connector.serving.contract import Supported, Touched
 
-from client_connector.vllm.version import SUPPORTED
-from lora_server.errors import ConfigError
-
-
-class Touched(NamedTuple):
-    """A module's attribute, such as Class.method; `parameters` that we pass or read by name."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] = ()
-    instance: tuple[str, ...] = ()  # attributes that the class gives its instances, and we use
-
-
+SUPPORTED = Supported("vLLM", (0, 32), (0, 34))
 _MOE = "vllm.model_executor.layers.fused_moe"
 CONTRACT = (
     # front end
@@ -158,59 +140,3 @@ CONTRACT = (
     Touched("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU.add_lora_w13", ("y", "x", "topk_ids")),
     Touched("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU.add_lora_w2", ("y", "x", "topk_weights")),
 )
-
-
-def problems() -> list[str]:
-    """List the parts of the contract that the installed vLLM breaks, by name."""
-    return [problem for touched in CONTRACT for problem in _problems(touched)]
-
-
-def check(version: str) -> None:
-    """Raise ConfigError that names everything that is missing."""
-    broken = problems()
-    if broken:
-        raise ConfigError(
-            f"vLLM {version}: {'; '.join(broken)}; the plugin was made for {SUPPORTED}: install such a version, "
-            "or unset LORA_SERVER_ADDRESS"
-        )
-
-
-def _problems(touched: Touched) -> list[str]:
-    where = f"{touched.module}.{touched.name}"
-    try:
-        found: Any = importlib.import_module(touched.module)
-        owner = found
-        for part in touched.name.split("."):
-            owner, found = found, _attribute(found, part)
-    except (ImportError, AttributeError) as error:
-        return [f"{where} is gone ({error})"]
-    wrong = []
-    if touched.parameters:
-        missing = set(touched.parameters) - set(inspect.signature(found).parameters)
-        wrong += [f"{where} has no parameter {name}" for name in sorted(missing)]
-    given = found if inspect.isclass(found) else owner
-    return wrong + [f"{where}: instances have no {name}" for name in touched.instance if not _gives(given, name)]
-
-
-def _attribute(found: Any, name: str) -> Any:
-    """Return an attribute; None for a field that a class only annotates. Raises AttributeError."""
-    classes = found.__mro__ if inspect.isclass(found) else ()
-    if not hasattr(found, name) and any(name in vars(one).get("__annotations__", {}) for one in classes):
-        return None
-    return getattr(found, name)
-
-
-def _gives(owner: Any, name: str) -> bool:
-    """Tell whether a class has an attribute, or sets it on `self` in some method."""
-    sets = re.compile(rf"self\.{name}\b[^=\n]*=")
-    return any(
-        name in vars(base) or name in vars(base).get("__annotations__", {}) or sets.search(_source(base))
-        for base in owner.__mro__[:-1]
-    )
-
-
-def _source(owner: Any) -> str:
-    try:
-        return inspect.getsource(owner)
-    except (OSError, TypeError):
-        return ""

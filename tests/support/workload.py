@@ -89,7 +89,7 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
     root = Path(SCRATCH.name) / engine / kind
     base, adapters = root / "base", root / "adapters"
     tiny.save_model(model, base)
-    if engine == "vllm":
+    if engine != "transformers":
         tiny.save_tokenizer(base)
     recipes = dict(DENSE_ADAPTERS if kind == "llama" else MOE_ADAPTERS)
     if kind in ("mixtral", "qwen3_moe"):

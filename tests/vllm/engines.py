@@ -6,9 +6,6 @@ import os
 import select
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,11 @@ from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import EngineAnswer, Sequence
 from lora_server.demo.launch import RunningServer, free_address, launch, running_server
+from tests.support.engine_api import CALL_SECONDS, START_SECONDS, EngineApi
 from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS, CALL_SECONDS = 300.0, 300.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -174,63 +171,18 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
-class ApiServer:
+class ApiServer(EngineApi):
     """vLLM's OpenAI server, engine core in a process of its own."""
 
     def __init__(self, model: Path, server: str, log: Path, *flags: str, **environment: str) -> None:
         env = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "LORA_SERVER_ADDRESS": server}
-        self.address, self.log = free_address(), log
-        host, _, port = self.address.rpartition(":")
+        address = free_address()
+        host, _, port = address.rpartition(":")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", host, "--port", port, "--served-model-name", "base", "--max-model-len", "512"]
         command += ["--enforce-eager", "--dtype", "float32", *flags]
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                children.own(command), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=env | environment
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                if self.request("GET", "/health")[0] == 200:
-                    return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM's server did not start: {self.tail()}")
-            time.sleep(0.2)
-
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None, token: str = "") -> tuple[int, Any]:
-        """Status, and the JSON or text of the answer."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        request = urllib.request.Request(f"http://{self.address}{path}", data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
-                status, text = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-        try:
-            return status, json.loads(text)
-        except ValueError:
-            return status, text
+        super().__init__(address, command, env | environment, log, "/health")
 
     def complete(self, model: str, prompt: list[int], new_tokens: int, **more: Any) -> tuple[int, Any]:
         body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": 0, **more}
         return self.request("POST", "/v1/completions", {"min_tokens": new_tokens, "return_token_ids": True, **body})
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-4000:]
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        children.stop(self.process, 60)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from client_connector.serving.contract import Touched
 from client_connector.vllm import contract
-from client_connector.vllm.contract import CONTRACT, Touched
+from client_connector.vllm.contract import CONTRACT
 
 PLUGIN = Path(contract.__file__).parent
 HOOKS = sorted((PLUGIN / "hooks").glob("*.py"))
@@ -14,7 +15,7 @@ HOOKS = sorted((PLUGIN / "hooks").glob("*.py"))
 
 @pytest.mark.parametrize("touched", CONTRACT, ids=lambda touched: f"{touched.module}.{touched.name}")
 def test_the_installed_vllm_keeps_it(touched):
-    assert contract._problems(touched) == []
+    assert touched.problems() == []
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_the_installed_vllm_keeps_it(touched):
     ],
 )
 def test_what_moves_is_named(touched, words):
-    (problem,) = contract._problems(touched)
+    (problem,) = touched.problems()
     assert words in problem
 
 

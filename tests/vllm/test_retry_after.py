@@ -6,8 +6,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
+from client_connector.serving.wrapping import wrap
 from client_connector.vllm.hooks.frontend import LOOKUP, _stacked
-from client_connector.vllm.hooks.install import wrap
 
 
 class Models:

@@ -20,7 +20,7 @@ from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, RETRY, Failure
 from client_connector.serving.request_state import Phase, RequestState
 from client_connector.serving.settings import BASE_MODEL, ERROR, KEY
-from client_connector.vllm.hooks import Wrap, ours
+from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 from lora_server.logs import Repeats

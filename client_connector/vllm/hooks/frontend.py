@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -23,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from client_connector.directory import AdapterDirectory
+from client_connector.directory import AdapterDirectory, as_uri
 from client_connector.events import EventFollower
 from client_connector.reconnect import while_away
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
@@ -31,8 +30,8 @@ from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
 from client_connector.serving.settings import ADDRESS, BASE_MODEL, ERROR, KEY, Settings, tenant_and_name
 from client_connector.serving.tenants import CALLER
+from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.graphs import split_graphs
-from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import (
     ConfigError,
@@ -193,7 +192,7 @@ async def _load(
         if path in (name, f"{KEY}:{name}"):
             adapter = await asyncio.to_thread(directory.get, name)
         else:
-            adapter = await asyncio.to_thread(directory.add, name, _uri(path))
+            adapter = await asyncio.to_thread(directory.add, name, as_uri(path))
             self.lora_server_added.add(name)
     except LoraServerError as error:
         return _refusal(error)
@@ -224,7 +223,7 @@ def _load_as_caller(request: Any) -> Any:
     """Load with the caller's token: the adapter is its tenant's, and the server checks its rights."""
     try:
         with closing(_as_caller()) as directory:
-            added = directory.add(request.lora_name, _uri(request.lora_path))
+            added = directory.add(request.lora_name, as_uri(request.lora_path))
     except LoraServerError as error:
         return _refusal(error)
     return f"Success: LoRA adapter '{added.name}' added successfully."
@@ -243,10 +242,6 @@ def _as_caller() -> AdapterDirectory:
     caller = CALLER.get()
     assert caller is not None
     return AdapterDirectory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
-
-
-def _uri(path: str) -> str:
-    return path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111  (never raises)
 
 
 def _model_name(original: Any) -> Callable[..., Any]:

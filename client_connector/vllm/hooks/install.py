@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from client_connector.vllm import contract
+from client_connector.serving.wrapping import end_with_one_line, is_wrapped, wrap
+from client_connector.vllm.contract import CONTRACT, SUPPORTED
 from client_connector.vllm.logs import join_vllms
 from client_connector.vllm.settings import ACTIVE, configured
-from client_connector.vllm.version import check_version
 from lora_server.errors import LoraServerError
-
-_OURS = "_lora_server_wrapped"
-
-
-def wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replace `owner.name` by make(original), once."""
-    original = getattr(owner, name)
-    if getattr(original, _OURS, False):
-        return
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _OURS, True)
-    setattr(owner, name, replacement)
 
 
 def watch() -> None:
@@ -36,7 +22,7 @@ def watch() -> None:
             try:
                 return _configured(original, self, *args, **kwargs)
             except LoraServerError as error:
-                _end_with_one_line(error)
+                end_with_one_line(error)
                 raise
 
         return create_engine_config
@@ -59,28 +45,15 @@ def _configured(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     return vllm_config
 
 
-def _end_with_one_line(expected: LoraServerError) -> None:
-    """If this error ends the process, write one line to stderr and no traceback."""
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if error is expected:
-            print(f"lora-server: {error}", file=sys.stderr)
-        else:
-            shown(kind, error, traceback)
-
-    sys.excepthook = show
-
-
 def install() -> None:
     """Wrap everything; raises ConfigError for a vLLM that is not supported. Idempotent."""
     import vllm
 
-    check_version(vllm.__version__)
+    SUPPORTED.check_version(vllm.__version__)
     os.environ[ACTIVE] = "1"  # for the processes that an engine starts
     if _installed():
         return
-    contract.check(vllm.__version__)
+    SUPPORTED.check(vllm.__version__, CONTRACT)
     join_vllms()
     from client_connector.vllm.hooks import engine, frontend, moe, worker
 
@@ -91,4 +64,4 @@ def install() -> None:
 def _installed() -> bool:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return bool(getattr(Scheduler.schedule, _OURS, False))
+    return is_wrapped(Scheduler.schedule)

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from client_connector.packing import Window
 from client_connector.serving.planned import PlannedPass
-from client_connector.vllm.hooks import Wrap
+from client_connector.serving.wrapping import Wrap
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError

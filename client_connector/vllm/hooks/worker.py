@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,21 +21,19 @@ from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
 from client_connector.serving.launched import LaunchedPass, check_launches
-from client_connector.serving.linear import RemoteLinear
+from client_connector.serving.modules import attach
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import Settings
+from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.amx import ask_for_amx
-from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
-from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.errors import ShardUnavailableError
 from lora_server.merged import find_merged
 from lora_server.spec import ModelSpec, Site
 from lora_server.wire.terms import Terms
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
 log = structlog.get_logger()
 
 
@@ -74,7 +70,7 @@ class RemoteLoRAManager:
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
         """Hook the sites of the model and return the model itself."""
-        attach(model, self.forward)
+        attach("vLLM", model, self.forward, MoERunner, attach_experts, linear_window)
         tell(self.forward.client)
         return model
 
@@ -144,28 +140,6 @@ def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_co
     )
 
 
-def attach(model: Any, forward: PlannedPass) -> None:
-    """Hook every site of a worker's model; raises ConfigError naming those that it lacks."""
-    spec = forward.client.terms.spec
-    missing = set(spec.sites())
-    for name, module in model.named_modules():
-        layer = _LAYER.search(f"{name}.")
-        if layer is None:
-            continue
-        if isinstance(module, MoERunner):
-            attach_experts(module, forward, int(layer[1]))
-            missing -= {Site(int(layer[1]), "gate_up"), Site(int(layer[1]), "down")}
-            continue
-        site = Site(int(layer[1]), _PROJECTIONS.get(name.rpartition(".")[2], ""))
-        if site in missing and spec.is_dense(site) and hasattr(module, "quant_method"):
-            attach_linear(module, forward, site)
-            missing.discard(site)
-    if missing:
-        raise ConfigError(
-            f"vLLM's {type(model).__name__}: no layer found for {sorted(missing)[:4]}; this model is not supported"
-        )
-
-
 def tell(client: Client) -> None:
     """Log one line per engine, from its first tensor-parallel rank. All ranks must call it."""
     group, said = get_tp_group(), client.described()
@@ -174,14 +148,6 @@ def tell(client: Client) -> None:
         torch.distributed.all_gather_object(transports, said["transport"], group=group.cpu_group)
     if group.rank_in_group == 0:
         log.info("attached to the LoRA server", **said | {"transport": by_value(dict(enumerate(transports)), "rank")})
-
-
-def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
-    """Put the exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
-    method = copy.copy(module.quant_method)
-    remote = RemoteLinear(forward, site, linear_window(module, forward.client.terms.spec, site))
-    method.apply = remote.around(module.quant_method.apply)
-    module.quant_method = method
 
 
 def linear_window(module: Any, spec: ModelSpec, site: Site) -> Window:

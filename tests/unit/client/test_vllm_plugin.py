@@ -21,10 +21,10 @@ from client_connector.serving.plan import Assigned, Failure, StepPlan, parse_fla
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import KEY
 from client_connector.vllm.amx import ask_for_amx
+from client_connector.vllm.contract import SUPPORTED
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import configured, of_engine
-from client_connector.vllm.version import check_version
 from lora_server import errors
 from lora_server.adapters import open_adapter
 from lora_server.demo.inproc import InprocServer
@@ -75,10 +75,10 @@ def test_bad_settings_are_refused(own, words):
 
 def test_supported_versions():
     for good in ("0.32.0", "0.33.1+cpu"):
-        check_version(good)
+        SUPPORTED.check_version(good)
     for bad in ("0.31.9", "0.34.0rc1", "1.0", "dev"):
         with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
-            check_version(bad)
+            SUPPORTED.check_version(bad)
 
 
 @pytest.mark.parametrize(("dtype", "has_amx", "granted", "asked", "refused"), [

@@ -1,0 +1,57 @@
+"""Finds the sites of a worker's model by the names of its modules, and hooks each."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from client_connector.packing import Window
+from client_connector.serving.linear import RemoteLinear
+from client_connector.serving.planned import PlannedPass
+from lora_server.errors import ConfigError
+from lora_server.spec import ModelSpec, Site
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
+
+
+def attach(
+    engine: str,
+    model: Any,
+    forward: PlannedPass,
+    experts: type,
+    attach_experts: Callable[[Any, PlannedPass, int], None],
+    window: Callable[[Any, ModelSpec, Site], Window],
+) -> None:
+    """Hook every site of a worker's model; raises ConfigError naming those that it lacks.
+
+    `experts`: the class of a layer's experts, which `attach_experts` hooks. `window`: the columns of a dense site that
+    the module has.
+    """
+    spec = forward.client.terms.spec
+    missing = set(spec.sites())
+    for name, module in model.named_modules():
+        layer = _LAYER.search(f"{name}.")
+        if layer is None:
+            continue
+        if isinstance(module, experts):
+            attach_experts(module, forward, int(layer[1]))
+            missing -= {Site(int(layer[1]), "gate_up"), Site(int(layer[1]), "down")}
+            continue
+        site = Site(int(layer[1]), _PROJECTIONS.get(name.rpartition(".")[2], ""))
+        if site in missing and spec.is_dense(site) and hasattr(module, "quant_method"):
+            _attach_linear(module, forward, site, window(module, spec, site))
+            missing.discard(site)
+    if missing:
+        raise ConfigError(
+            f"{engine}'s {type(model).__name__}: no layer found for {sorted(missing)[:4]}; this model is not supported"
+        )
+
+
+def _attach_linear(module: Any, forward: PlannedPass, site: Site, window: Window) -> None:
+    """Put the exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
+    method = copy.copy(module.quant_method)
+    method.apply = RemoteLinear(forward, site, window).around(module.quant_method.apply)
+    module.quant_method = method

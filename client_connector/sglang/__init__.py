@@ -1,0 +1,28 @@
+"""The SGLang plugin (entry point `sglang.srt.plugins`): adapters of a LoRA server as SGLang's `lora_path`.
+
+contract   which versions, and which attributes of SGLang are touched
+hooks/     what is wrapped: install, frontend, scheduler, worker, experts; the only modules that import SGLang
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def register() -> None:
+    """Install the plugin, if an address is set: SGLang calls this entry point in each of its processes.
+
+    Ends the process where that fails: SGLang logs what a plugin raises, and serves on without it.
+    """
+    from client_connector.serving.settings import ADDRESS
+    from lora_server.errors import LoraServerError
+
+    if not os.environ.get(ADDRESS):
+        return
+    try:
+        from client_connector.sglang.hooks import install
+
+        install.install()
+    except (LoraServerError, ImportError, AttributeError) as error:
+        sys.exit(f"lora-server: {error}")

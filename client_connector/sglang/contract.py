@@ -1,0 +1,104 @@
+"""Every attribute of SGLang that the plugin touches; see serving.contract."""
+
+from __future__ import annotations
+
+from client_connector.serving.contract import Supported, Touched
+
+SUPPORTED = Supported("SGLang", (0, 5, 23), (0, 5, 25))
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_BATCH = "sglang.srt.managers.schedule_batch"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+CONTRACT = (
+    # front end
+    Touched("sglang", "__version__"),
+    Touched(
+        "sglang.srt.server_args",
+        "ServerArgs",
+        (
+            *("enable_lora", "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_target_modules"),
+            *("lora_paths", "disable_overlap_schedule", "disable_cuda_graph", "tp_size", "pp_size", "dp_size"),
+            *("tokenizer_worker_num", "disaggregation_mode", "speculative_algorithm", "enable_mixed_chunk"),
+            *("model_path", "served_model_name"),
+        ),
+        ("_resolution_finished",),
+    ),
+    Touched("sglang.srt.server_args", "ServerArgs.resolve_once", ("self",)),
+    Touched("sglang.srt.environ", "envs.SGLANG_RUST_SERVER"),
+    Touched("sglang.srt.lora.lora_registry", "LoRARef", ("lora_id", "lora_name", "lora_path")),
+    Touched(_TOKENIZER, "LoRARegistry", ("lora_paths",)),
+    *(
+        Touched(_TOKENIZER, f"LoRARegistry.{name}")
+        for name in ("get_unregistered_loras", "acquire", "release", "get_all_adapters", "num_registered_loras")
+    ),
+    Touched(_TOKENIZER, "TokenizerManager", (), ("lora_registry", "served_model_name", "model_path")),
+    Touched(_TOKENIZER, "TokenizerManager.load_lora_adapter", ("obj",)),
+    Touched(_TOKENIZER, "TokenizerManager.unload_lora_adapter", ("obj",)),
+    Touched("sglang.srt.managers.io_struct", "LoRAUpdateOutput", ("success", "error_message", "loaded_adapters")),
+    Touched(
+        "sglang.srt.entrypoints.openai.serving_base",
+        "OpenAIServingBase._resolve_lora_path",
+        ("request_model", "explicit_lora_path"),
+        ("tokenizer_manager",),
+    ),
+    # scheduler
+    Touched(
+        _SCHEDULER,
+        "Scheduler",
+        ("server_args",),
+        ("waiting_queue", "chunked_req", "tokenizer", "tp_worker", "batch_result_processor"),
+    ),
+    Touched(_SCHEDULER, "Scheduler._add_request_to_queue", ("req", "is_retracted")),
+    Touched(_SCHEDULER, "Scheduler._release_aborted_request", ("req",)),
+    Touched(_SCHEDULER, "Scheduler.can_schedule_lora_req", ("req", "running_loras")),
+    Touched(_SCHEDULER, "Scheduler.get_next_batch_to_run", ("running_batch", "last_batch")),
+    Touched(_SCHEDULER, "Scheduler.run_batch", ("batch",)),
+    Touched(_SCHEDULER, "Scheduler.process_batch_result", ("batch", "result")),
+    Touched(_SCHEDULER, "Scheduler.release_host_resources"),
+    Touched(_SCHEDULER, "Scheduler.send_abort_output", ("abort_req", "req")),
+    Touched(_SCHEDULER, "NextBatchPlan", ("running_batch", "batch_to_run")),
+    Touched(_SCHEDULER, "_make_abort_req", ("req", "finished_reason")),
+    Touched(
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor",
+        ("enable_overlap",),
+    ),
+    Touched(_BATCH, "ScheduleBatch", ("reqs", "forward_mode", "extend_lens", "prefix_lens")),
+    Touched(_BATCH, "ScheduleBatch.release_req", ("idx", "remaing_req_count")),
+    Touched(_BATCH, "ScheduleBatch.filter_batch", ("reqs_to_exclude",)),
+    Touched(
+        _BATCH,
+        "Req",
+        ("rid", "lora_id", "extra_key", "origin_input_ids"),
+        ("rid", "lora_id", "extra_key", "origin_input_ids", "output_ids", "to_finish", "beam_group", "is_retracted"),
+    ),
+    Touched(_BATCH, "Req.finished"),
+    # worker
+    Touched(
+        "sglang.srt.model_executor.model_runner",
+        "LoRAManager",
+        ("base_model", "base_hf_config", "server_args"),
+        ("attn_dp_enabled",),
+    ),
+    *(
+        Touched("sglang.srt.model_executor.model_runner", f"LoRAManager.{name}")
+        for name in (
+            *("prepare_lora_batch", "reset_lora_batch", "fetch_new_loras", "reset_routing_cache"),
+            *("validate_lora_batch", "can_use_prefill_cuda_graph", "load_lora_adapter", "unload_lora_adapter"),
+            "load_lora_adapter_from_tensors",
+        )
+    ),
+    Touched("sglang.srt.model_executor.model_runner", "ModelRunner", (), ("lora_manager",)),
+    Touched("sglang.srt.layers.linear", "LinearBase", (), ("quant_method",)),
+    Touched("sglang.srt.layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
+    Touched(
+        "sglang.srt.layers.moe.fused_moe_triton.layer",
+        "FusedMoE",
+        (),
+        ("moe_runner_config", "moe_ep_size", "moe_tp_size"),
+    ),
+    Touched(
+        "sglang.srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        ("layer", "x", "topk_output", "moe_runner_config"),
+    ),
+)
