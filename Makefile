@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres launchers bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all serve-vllm bench-vllm race paper
+.PHONY: help demo test test-fast test-all test-cluster stress lint docs screenshots browser postgres launchers bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm test-vllm-all test-sglang serve-vllm bench-vllm race paper
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 2.0 -c constraints.txt -e '.[dev]'
@@ -21,7 +21,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 help:
 	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
 		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
-		'make test         what a change can break; test-fast: under 90 s, test-all: every one; test-vllm, test-vllm-all: vLLM' \
+		'make test         what a change can break; test-fast: under 90 s, test-all: every one; test-vllm, test-vllm-all, test-sglang: engines' \
 		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM and SGLang without us, and PEFT' \
@@ -54,8 +54,8 @@ test-all: $(VENV)/ready
 test-cluster: $(VENV)/ready
 	LORA_FAULTS=60 $(BIN)/python -m pytest -s $(or $(ARGS),tests/cluster)
 
-# every test N times in random orders, on a machine at three times its cores in load; vLLM's, too, where its environment
-# is. Some of them: ARGS="tests/served tests/vllm"
+# every test N times in random orders, on a machine at three times its cores in load; those of engines whose environment is
+# there, too. Some of them: ARGS="tests/served tests/vllm"
 N ?= 1
 stress: $(VENV)/ready
 	$(BIN)/python -m tests.stress --runs $(N) -n $(TEST_PROCESSES) $(ARGS)
@@ -84,7 +84,7 @@ $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyprojec
 	@touch $@
 
 # SGLang's engine without the CUDA packages that it asks for
-$(VENV_SGLANG)/ready: pyproject.toml constraints-sglang.txt $(wildcard deploy/sglang-cpu/*)
+$(VENV_SGLANG)/ready: pyproject.toml constraints-sglang.txt $(wildcard deploy/sglang-cpu/*.*)
 	@$(PYTHON) deploy/environment.py $(VENV_SGLANG) 3.0 \
 		--no-deps -r constraints-sglang.txt -- --no-deps -e . ./deploy/sglang-cpu
 	@touch $@
@@ -98,6 +98,11 @@ test-vllm: $(VENV_VLLM)/ready
 # with a short race, the compiler, and more models
 test-vllm-all: $(VENV_VLLM)/ready
 	$(PYTEST_VLLM) $(or $(ARGS),tests/vllm)
+
+PYTEST_SGLANG = $(BIN_SGLANG)/python -m pytest -c tests/sglang/pytest.ini --rootdir=. -n 2 --dist loadfile \
+	--durations 20 --durations-min 20
+test-sglang: $(VENV_SGLANG)/ready
+	$(PYTEST_SGLANG) $(or $(ARGS),tests/sglang)
 
 # MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM", or --verbose for its log]; without MODEL a tiny one is made
 serve-vllm: $(VENV_VLLM)/ready

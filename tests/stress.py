@@ -1,7 +1,8 @@
 """`make stress N=10`: every test N times in random orders, on a machine kept at a load of three times its cores;
 prints each test that ever failed, and in which runs.
 
-`ARGS` are pytest's: paths, -k, -m. Paths below tests/vllm run in vLLM's environment, two processes at a time.
+`ARGS` are pytest's: paths, -k, -m. Paths below tests/vllm and tests/sglang run in that engine's environment, two
+processes at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,9 @@ from rich.table import Table
 from lora_server.demo import children
 
 LOAD, LOOK_SECONDS = 3, 0.1  # threads per core that run or could, with those of the tests
-VLLM = Path("tests/vllm")
+ENGINES = {Path(f"tests/{name}"): f".venv-{name}/bin/python" for name in ("vllm", "sglang")}
 SPIN = "x = 1.0\nwhile True:\n    for _ in range(1000): x = x * 1.0000001 % 7.0"
 PYTEST = [sys.executable, "-m", "pytest", "--dist", "loadfile", "--no-loadscope-reorder"]  # else xdist sorts files
-IN_VLLM = [".venv-vllm/bin/python", *PYTEST[1:], "-n", "2", "-c", f"{VLLM}/pytest.ini", "--rootdir=."]
 
 
 def main() -> int:
@@ -42,12 +43,7 @@ def main() -> int:
     given, rest = parser.parse_known_args()
     paths = [one for one in rest if one.startswith("tests/") or one == "tests"]
     options = [one for one in rest if one not in paths]
-    ours = [one for one in paths if VLLM not in (Path(one), *Path(one).parents)]
-    suites = []
-    if ours or not paths:
-        suites.append([*PYTEST, "-n", given.processes, *(ours or ["tests"])])
-    if len(ours) < len(paths) or (not paths and Path(IN_VLLM[0]).exists()):
-        suites.append([*IN_VLLM, *([one for one in paths if one not in ours] or [str(VLLM)])])
+    suites = list(_suites(paths, given.processes))
     busy = [children.start([sys.executable, "-c", SPIN]) for _ in range(LOAD * (os.cpu_count() or 1))]
     over = threading.Event()
     keeping = threading.Thread(target=_keep_busy, args=(busy, over), daemon=True)
@@ -67,6 +63,18 @@ def main() -> int:
             children.stop(one)
     _show(failed, given.runs, console)
     return 1 if failed else 0
+
+
+def _suites(paths: list[str], processes: str) -> Iterator[list[str]]:
+    """Yield a command for each environment that these paths need; without paths, for each that is there."""
+    of_engines = {engine: [one for one in paths if engine in (Path(one), *Path(one).parents)] for engine in ENGINES}
+    ours = [one for one in paths if not any(one in its for its in of_engines.values())]
+    if ours or not paths:
+        yield [*PYTEST, "-n", processes, *(ours or ["tests"])]
+    for engine, python in ENGINES.items():
+        if of_engines[engine] or (not paths and Path(python).exists()):
+            options = ["-n", "2", "-c", f"{engine}/pytest.ini", "--rootdir=."]
+            yield [python, *PYTEST[1:], *options, *(of_engines[engine] or [str(engine)])]
 
 
 def _keep_busy(busy: list[subprocess.Popen[bytes]], over: threading.Event) -> None:

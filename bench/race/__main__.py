@@ -128,6 +128,8 @@ class Race:
         seen: dict[str, list[Seen]] = {}
         for name in [*names[turn:], *names[:turn]]:
             seen[name] = self.running[name].ask(job)
+            for failure in [one.failure for one in seen[name] if one.failure][:1]:
+                SAY.print(f"{name}: a call failed: {failure}")
         made = []
         for name in names:
             same, both = score.compare(seen[name], seen["ours"]) if "ours" in seen and name != "ours" else (0, 0)

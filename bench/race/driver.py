@@ -51,10 +51,13 @@ class Driver:
     async def _send(self, number: int, call: Call, due: float) -> None:
         seen = Seen(number, due, self._now())
         self.seen.append(seen)
-        async for tokens, failure in self._stream(call):
-            seen.tokens += tokens
-            seen.times += [self._now()] * len(tokens)
-            seen.failure = failure
+        try:
+            async for tokens, failure in self._stream(call):
+                seen.tokens += tokens
+                seen.times += [self._now()] * len(tokens)
+                seen.failure = failure
+        except Exception as error:
+            seen.failure = repr(error)
 
 
 async def serve(stream: Stream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from bench import harness
 from bench.race.score import ENOUGH, TPOT_SECONDS, TTFT_SECONDS, Row, highest_rate
+from bench.race.systems import ROOT, SGLANG
 
 PACKAGES = ("vllm", "torch", "transformers", "peft")
 COLUMNS = (
@@ -104,7 +106,8 @@ TTFT p50/p95, TPOT p50, requests within the SLO.
 
 def versions() -> dict[str, str]:
     """Return the versions of what races."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    pinned = re.findall(r"^(sglang)==(.*)$", (ROOT / "constraints-sglang.txt").read_text(), re.MULTILINE)
+    return {name: importlib.metadata.version(name) for name in PACKAGES} | (dict(pinned) if SGLANG.exists() else {})
 
 
 def _readable(row: Row) -> Row:

@@ -24,7 +24,7 @@ def streams(engine: Any, paths: dict[str, str]) -> Stream:
     async def stream(call: Call) -> AsyncIterator[tuple[list[int], str]]:
         params = {"temperature": 0, "max_new_tokens": call.new_tokens, "ignore_eos": True}
         lora = call.adapter if call.adapter in paths else None
-        name, count, reason = f"race-{next(numbers)}", 0, None
+        name, count, reason = f"race-{next(numbers):08}", 0, None  # SGLang aborts whatever begins with a name
         try:
             outputs = await engine.async_generate(
                 input_ids=call.prompt, sampling_params=params, lora_path=lora, stream=True, rid=name

@@ -34,7 +34,11 @@ class Touched(NamedTuple):
             return [f"{where} is gone ({error})"]
         wrong = []
         if self.parameters:
-            missing = set(self.parameters) - set(inspect.signature(found).parameters)
+            try:
+                given_parameters = set(inspect.signature(found).parameters)
+            except (TypeError, ValueError):  # it is no function of Python's any more
+                given_parameters = set()
+            missing = set(self.parameters) - given_parameters
             wrong += [f"{where} has no parameter {name}" for name in sorted(missing)]
         given = found if inspect.isclass(found) else owner
         return wrong + [f"{where}: instances have no {name}" for name in self.instance if not _gives(given, name)]

@@ -1,7 +1,8 @@
 """The SGLang plugin (entry point `sglang.srt.plugins`): adapters of a LoRA server as SGLang's `lora_path`.
 
-contract   which versions, and which attributes of SGLang are touched
-hooks/     what is wrapped: install, frontend, scheduler, worker, experts; the only modules that import SGLang
+contract      which versions, and which attributes of SGLang are touched
+names         the base model's, and what SGLang knows an adapter by
+hooks/        what is wrapped; the only modules that import SGLang
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ def register() -> None:
     Ends the process where that fails: SGLang logs what a plugin raises, and serves on without it.
     """
     from client_connector.serving.settings import ADDRESS
-    from lora_server.errors import LoraServerError
 
     if not os.environ.get(ADDRESS):
         return
@@ -24,5 +24,5 @@ def register() -> None:
         from client_connector.sglang.hooks import install
 
         install.install()
-    except (LoraServerError, ImportError, AttributeError) as error:
+    except Exception as error:
         sys.exit(f"lora-server: {error}")

@@ -8,6 +8,7 @@ SUPPORTED = Supported("SGLang", (0, 5, 23), (0, 5, 25))
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+_OPENAI = "sglang.srt.entrypoints.openai"
 CONTRACT = (
     # front end
     Touched("sglang", "__version__"),
@@ -17,8 +18,11 @@ CONTRACT = (
         (
             *("enable_lora", "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_target_modules"),
             *("lora_paths", "disable_overlap_schedule", "disable_cuda_graph", "tp_size", "pp_size", "dp_size"),
-            *("tokenizer_worker_num", "disaggregation_mode", "speculative_algorithm", "enable_mixed_chunk"),
-            *("model_path", "served_model_name"),
+            *("tokenizer_worker_num", "disaggregation_mode", "speculative_algorithm", "dllm_algorithm"),
+            *("enable_mixed_chunk", "enable_pdmux", "enable_streaming_session", "enable_torch_compile"),
+            *("enable_two_batch_overlap", "enable_lora_overlap_loading", "lora_drain_wait_threshold"),
+            *("cuda_graph_config", "cuda_graph_backend_decode", "cuda_graph_backend_prefill"),
+            *("model_path", "served_model_name", "device"),
         ),
         ("_resolution_finished",),
     ),
@@ -34,8 +38,28 @@ CONTRACT = (
     Touched(_TOKENIZER, "TokenizerManager.load_lora_adapter", ("obj",)),
     Touched(_TOKENIZER, "TokenizerManager.unload_lora_adapter", ("obj",)),
     Touched("sglang.srt.managers.io_struct", "LoRAUpdateOutput", ("success", "error_message", "loaded_adapters")),
+    *(
+        Touched(f"{_OPENAI}.serving_{module}", name)
+        for module, name in (
+            ("chat", "OpenAIServingChat"),
+            ("completions", "OpenAIServingCompletion"),
+            ("embedding", "OpenAIServingEmbedding"),
+            ("tokenize", "OpenAIServingTokenize"),
+            ("tokenize", "OpenAIServingDetokenize"),
+        )
+    ),
+    Touched(f"{_OPENAI}.serving_base", "OpenAIServingBase.handle_request", ("request", "raw_request")),
+    Touched(f"{_OPENAI}.serving_base", "OpenAIServingBase.create_error_response", ("message", "status_code")),
+    Touched(f"{_OPENAI}.serving_responses", "OpenAIServingResponses._validate_model", ("model",)),
+    Touched(f"{_OPENAI}.serving_responses", "OpenAIServingResponses.create_error_response", ("message", "param")),
+    *(
+        Touched("sglang.srt.entrypoints.ollama.serving", f"OllamaServing.{name}", ("request", "raw_request"))
+        for name in ("handle_chat", "handle_generate")
+    ),
+    Touched("sglang.srt.entrypoints.http_server", "serve_generate_request", ("obj", "request")),
+    Touched("sglang.srt.entrypoints.http_server", "_global_state"),
     Touched(
-        "sglang.srt.entrypoints.openai.serving_base",
+        f"{_OPENAI}.serving_base",
         "OpenAIServingBase._resolve_lora_path",
         ("request_model", "explicit_lora_path"),
         ("tokenizer_manager",),
@@ -45,7 +69,7 @@ CONTRACT = (
         _SCHEDULER,
         "Scheduler",
         ("server_args",),
-        ("waiting_queue", "chunked_req", "tokenizer", "tp_worker", "batch_result_processor"),
+        ("waiting_queue", "chunked_req", "tokenizer", "tp_worker", "batch_result_processor", "enable_overlap"),
     ),
     Touched(_SCHEDULER, "Scheduler._add_request_to_queue", ("req", "is_retracted")),
     Touched(_SCHEDULER, "Scheduler._release_aborted_request", ("req",)),
@@ -62,14 +86,24 @@ CONTRACT = (
         "SchedulerBatchResultProcessor",
         ("enable_overlap",),
     ),
-    Touched(_BATCH, "ScheduleBatch", ("reqs", "forward_mode", "extend_lens", "prefix_lens")),
+    Touched(
+        _BATCH,
+        "ScheduleBatch",
+        ("reqs", "forward_mode", "extend_lens", "prefix_lens", "extend_num_tokens", "return_logprob"),
+    ),
+    Touched("sglang.srt.model_executor.forward_batch_info", "ForwardMode.is_extend"),
+    Touched("sglang.srt.model_executor.forward_batch_info", "ForwardBatch", ("rids", "lora_ids")),
+    Touched("sglang.srt.managers.tp_worker", "TpModelWorker.model_runner"),
     Touched(_BATCH, "ScheduleBatch.release_req", ("idx", "remaing_req_count")),
     Touched(_BATCH, "ScheduleBatch.filter_batch", ("reqs_to_exclude",)),
     Touched(
         _BATCH,
         "Req",
         ("rid", "lora_id", "extra_key", "origin_input_ids"),
-        ("rid", "lora_id", "extra_key", "origin_input_ids", "output_ids", "to_finish", "beam_group", "is_retracted"),
+        (
+            *("rid", "lora_id", "extra_key", "origin_input_ids", "output_ids", "to_finish", "is_retracted"),
+            "skip_radix_cache_insert",
+        ),
     ),
     Touched(_BATCH, "Req.finished"),
     # worker

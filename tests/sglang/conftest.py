@@ -1,11 +1,15 @@
 """One server and one engine per model and file."""
 
+import os
+
 import pytest
 
 from lora_server.demo.launch import running_server
 from tests.sglang.engines import SglangServer
 from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import workload
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # before SGLang is imported
 
 
 @pytest.fixture(scope="module")

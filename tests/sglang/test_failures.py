@@ -1,4 +1,5 @@
-"""Requests wait for a place and hold up nobody; a shard, and then the whole server, dies in the middle of generations.
+"""Requests wait for a place; a shard, and then the whole server, dies in the middle of generations; prompts come in
+chunks, and SGLang takes requests off their batch.
 
 SGLang checks its KV cache for leaks whenever it is idle, and ends where it finds one.
 """
@@ -28,7 +29,7 @@ def crowded(load, tmp_path):
         server.stop()
 
 
-def test_of_places_a_shard_and_a_server(load, crowded, tmp_path):
+def test_requests_wait_for_places_outlive_a_shard_and_end_with_the_server(load, crowded, tmp_path):
     prompt, peft = load.batch[0].prompt, lambda name: load.answer(load.paths.get(name), prompt, LONG).tokens
     expected = {name: peft(name) for name in ("fused", "qv", None)}
     impatient = {"LORA_SERVER_TIMEOUT_SECONDS": "30"}
@@ -69,3 +70,29 @@ def test_of_places_a_shard_and_a_server(load, crowded, tmp_path):
 def decoding(server) -> bool:
     """Whether two adapters are held."""
     return status(server.address).active == 2
+
+
+def test_chunked_prompts_and_requests_that_are_taken_off_their_batch_equal_peft(load, server, tmp_path):
+    """One chunk has rows of several requests, and every third step takes requests off the batch."""
+    prompts = [[3 + (7 * i + 31 * one) % 240 for i in range(50)] for one in range(3)]
+    batch = [Sequence(prompt, name) for prompt in prompts for name in ("fused", "qv", None)]
+    retract = {"SGLANG_TEST_RETRACT": "true"}
+    log = tmp_path / "engine.log"
+    with SglangServer(load.base, server.address, log, "--chunked-prefill-size", "32", **retract) as engine:
+        answers = engine.answers(batch, LONG)
+    for sequence, answer in zip(batch, answers, strict=True):
+        expected = load.answer(load.paths.get(sequence.adapter), sequence.prompt, LONG)
+        assert answer.tokens == expected.tokens, sequence.adapter
+    assert "Testing retraction" in log.read_text()
+
+
+def test_a_request_that_sglang_ends_leaves_nothing_in_the_cache(load, engine):
+    """SGLang ends a request for a bad grammar after a pass over the token 0, which is then cached under its key."""
+    body = {
+        "input_ids": load.batch[0].prompt,
+        "lora_path": "fused",
+        "sampling_params": {"max_new_tokens": 4, "json_schema": "{"},
+    }
+    assert engine.request("POST", "/generate", body)[0] == 400
+    prompt = [0, *load.batch[0].prompt]
+    assert engine.answer(prompt, "fused", NEW_TOKENS) == load.answer(load.paths["fused"], prompt).tokens

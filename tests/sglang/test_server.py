@@ -48,6 +48,19 @@ def test_names_of_the_server_just_work_and_others_are_404(load, engine):
     ):
         assert code == 404
         assert "'nobody'" in json.dumps(answer) and "not registered" in json.dumps(answer)
+    streamed = {"input_ids": load.batch[0].prompt, "lora_path": "nobody", "stream": True}
+    code, answer = engine.request("POST", "/generate", streamed)
+    assert code == 404 and "not registered" in json.dumps(answer)
+
+
+def test_an_api_that_does_not_look_at_a_models_name_refuses_an_adapters(load, engine):
+    for path, body in (
+        ("/v1/responses", {"model": "fused", "input": "hello"}),
+        ("/v1/score", {"model": "fused", "query": [5, 6], "items": [[7]], "label_token_ids": [8]}),
+        ("/api/generate", {"model": "fused", "prompt": "hello"}),
+    ):
+        code, answer = engine.request("POST", path, body)
+        assert code == 404 and "'fused'" in json.dumps(answer), (path, answer)
 
 
 def test_added_and_updated_while_it_serves_and_removed(load, server, engine, tmp_path):
@@ -84,7 +97,7 @@ def test_an_activated_lora_acts_from_its_invocation_on(load, engine, directory, 
 
 
 def test_what_is_aborted_holds_nothing(load, server, engine):
-    """A client that hangs up, and one that aborts by name."""
+    """By the name of the request, while it is decoding."""
     body = {
         "input_ids": load.batch[0].prompt,
         "lora_path": "fused",
@@ -109,6 +122,7 @@ def holders(server) -> int:
         (("--tp-size", "2"), "tp_size: got 2, expected 1"),
         (("--enable-mixed-chunk",), "enable_mixed_chunk: got True"),
         (("--lora-paths", "law=/tmp"), "lora_paths: got"),
+        (("--enable-streaming-session",), "enable_streaming_session: got True"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(load, server, flag, words):

@@ -65,7 +65,7 @@ def _moe_forward_native(original: Any) -> Callable[..., torch.Tensor]:
         active_N = functional.silu(gate_N) * up_N
         step = remote.start_down(active_N, ids_Tk, weights_Tk, None)
         down_N = _by_expert(active_N, layer.w2_weight, entries)
-        y: torch.Tensor = (down_N.view(*ids_Tk.shape, -1) * weights_Tk.unsqueeze(-1).to(x.dtype)).sum(1)
+        y: torch.Tensor = (down_N.view(*ids_Tk.shape, -1) * weights_Tk.unsqueeze(-1)).sum(1).to(x.dtype)
         remote.finish_down(step, y)
         return y
 

@@ -1,13 +1,15 @@
-"""Patching SGLang: all that is wrapped, once per process."""
+"""Patching SGLang: what is wrapped, once per process."""
 
 from __future__ import annotations
+
+import multiprocessing
 
 import sglang
 from sglang.srt.managers.scheduler import Scheduler
 
 from client_connector.serving.wrapping import is_wrapped, wrap
 from client_connector.sglang.contract import CONTRACT, SUPPORTED
-from client_connector.sglang.hooks import experts, frontend, scheduler, worker
+from client_connector.sglang.hooks import experts, scheduler, worker
 
 
 def install() -> None:
@@ -16,5 +18,10 @@ def install() -> None:
         return
     SUPPORTED.check_version(sglang.__version__)
     SUPPORTED.check(sglang.__version__, CONTRACT)
-    for part in (frontend, scheduler, worker, experts):
+    for part in (scheduler, worker, experts):
         part.install(wrap)
+    if multiprocessing.parent_process() is None:  # the processes that SGLang starts have no front end
+        from client_connector.sglang.hooks import arguments, frontend
+
+        arguments.install(wrap)
+        frontend.install(wrap)

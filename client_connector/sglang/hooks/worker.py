@@ -16,20 +16,19 @@ from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
 from client_connector.serving.modules import attach
+from client_connector.serving.plan import Failure, StepPlan
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap
 from client_connector.sglang.hooks.experts import attach_experts
 from lora_server.spec import ModelSpec, Site
 
+NO_ROWS: tuple[list[str], list[int], list[int]] = ([], [], [])
 IN_SERVER = "adapters are the LoRA server's: add, update and remove them there"
 
 
 class RemoteLoRAManager:
-    """Stands in for SGLang's LoRAManager; has no weights, so there is nothing to load or evict.
-
-    `rows`: requests, tokens of each and tokens computed before, of the pass that the scheduler begins next.
-    """
+    """Stands in for SGLang's LoRAManager; has no weights, so there is nothing to load or evict."""
 
     attn_dp_enabled = False
     supports_prefill_cuda_graph = False
@@ -51,17 +50,42 @@ class RemoteLoRAManager:
         client = Client(server, found.timeout_seconds)
         check_geometry(base_hf_config.to_dict(), client.terms.spec)
         self._directory = AdapterDirectory(found.address, timings=found.timings)
-        self.forward = PlannedPass(client, self._directory.ready, found.timings.outage_step)
-        self.rows: tuple[list[str], list[int], list[int]] = ([], [], [])
-        attach("SGLang", base_model, self.forward, FusedMoE, attach_experts, _whole)
+        self._forward = PlannedPass(client, self._directory.ready, found.timings.outage_step)
+        self._expected = NO_ROWS
+        attach("SGLang", base_model, self._forward, FusedMoE, attach_experts, _all_columns)
+
+    # -- the scheduler's step
+
+    def expect(self, plan: StepPlan, names: list[str], counts: list[int], computed: list[int]) -> None:
+        """Take the plan of the next pass: so many tokens of each request, after those that were computed before."""
+        self._forward.receive(plan)
+        self._expected = names, counts, computed
+
+    def end(self) -> dict[str, Failure]:
+        """End the pass; return the requests that did not get their adapter's delta, each with its failure.
+
+        Raises RuntimeError if SGLang has not begun it: its rows are the base model's.
+        """
+        if self._expected[0]:
+            raise RuntimeError("SGLang ran a batch without preparing its adapters")
+        return self._forward.end()
+
+    # -- SGLang's model runner
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
-        """Begin a pass; a warm-up has no rows."""
-        self.forward.begin(*self.rows)
+        """Begin the expected pass; one that nothing announced, as a warm-up, has no adapters.
+
+        Raises RuntimeError for other rows than those that were announced.
+        """
+        expected, self._expected = self._expected, NO_ROWS
+        found = list(forward_batch.rids or ()) if expected[0] else [one for one in forward_batch.lora_ids or () if one]
+        if found != expected[0]:
+            raise RuntimeError(f"SGLang runs requests {found[:4]}, expected {expected[0][:4]}")
+        self._forward.begin(*expected)
 
     def reset_lora_batch(self) -> None:
         """Begin a pass of no rows."""
-        self.forward.begin([], [], [])
+        self._forward.begin(*NO_ROWS)
 
     def fetch_new_loras(self, adapters: set[str | None]) -> None:
         """Do nothing: there are no weights."""
@@ -89,12 +113,12 @@ class RemoteLoRAManager:
 
     def close(self) -> None:
         """Leave the server."""
-        self.forward.close()
+        self._forward.close()
         self._directory.close()
 
 
-def _whole(module: Any, spec: ModelSpec, site: Site) -> Window:
-    """Return all columns: a worker without tensor parallelism, which `frontend.check` asks for, has them."""
+def _all_columns(module: Any, spec: ModelSpec, site: Site) -> Window:
+    """Return all columns: a worker without tensor parallelism, which `arguments` asks for, has them."""
     return Window(0, ((0, spec.out_width(site)),))
 
 

@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "lora_server.demo": ("server", "demo"), "lora_server.sources": ("http", "s3"), "client_connector": (),
     "lora_server.demo.profiled_vllm": ("vllm",),
     "client_connector.transformers": ("transformers",), "client_connector.vllm": ("vllm",),
+    "client_connector.sglang": ("sglang",),
     "kernels_cuda": ("cuda",), "provisioning": ("provision",),
 }  # fmt: skip
 NOT_HERE = {  # what dev does not install
     "cupy": ["cupy-cuda13x"], "cuda": ["cuda-bindings"], "nvshmem": ["nvshmem4py-cu13"], "vllm": ["vllm"],
-    "fastapi": ["fastapi"],
+    "fastapi": ["fastapi"], "sglang": ["sglang"],
 }  # fmt: skip
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
 
@@ -93,9 +94,10 @@ def test_no_dependency_is_there_for_nothing():
     assert used >= CORE | names(extra_of("provision")) | names(extra_of("server")) | names(extra_of("demo"))
 
 
-def test_an_environment_of_vllm_has_what_the_plugin_and_its_tests_import():
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_environment_of_an_engine_has_what_the_plugin_and_its_tests_import(engine):
     """It is installed without resolving, so nothing else says that something is missing."""
-    lines = (ROOT / "constraints-vllm.txt").read_text().splitlines()
+    lines = (ROOT / f"constraints-{engine}.txt").read_text().splitlines()
     pinned = {canonical(line.split("==")[0]) for line in lines}
     tests = {"prometheus-client", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "psutil", "hypothesis"}
     needed = CORE | names(extra_of("demo")) | tests

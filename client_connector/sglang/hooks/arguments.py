@@ -1,0 +1,84 @@
+"""Hooks of the engine's arguments: what is refused, what is set, and a server that answers before workers start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+
+from client_connector.directory import AdapterDirectory
+from client_connector.reconnect import while_away
+from client_connector.serving.settings import ERROR, Settings, find
+from client_connector.serving.wrapping import Wrap, end_with_one_line
+from lora_server.errors import ConfigError, LoraServerError
+from lora_server.merged import find_merged
+
+MAX_ADAPTERS = 1 << 20  # of one batch; nothing is allocated for them
+# with others rows would go wrong, or without their deltas in silence; None: SGLang's own default
+ONLY: dict[str, Any] = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "tokenizer_worker_num": 1,
+    "disaggregation_mode": "null",
+    "speculative_algorithm": None,
+    "dllm_algorithm": None,
+    "enable_mixed_chunk": False,
+    "enable_pdmux": False,
+    "enable_streaming_session": False,
+    "enable_torch_compile": False,
+    "enable_two_batch_overlap": False,
+    "enable_lora_overlap_loading": None,
+    "cuda_graph_config": None,
+    "cuda_graph_backend_decode": None,
+    "cuda_graph_backend_prefill": None,
+    "lora_drain_wait_threshold": 0.0,
+    "lora_paths": None,
+}
+
+
+def install(wrap: Wrap) -> None:
+    """Wrap the one place in which all arguments are known and none is used yet."""
+    wrap(ServerArgs, "resolve_once", _resolve_once)
+
+
+def _resolve_once(original: Any) -> Callable[..., None]:
+    def resolve_once(self: Any) -> None:
+        if not getattr(self, "_resolution_finished", False):
+            found = find(None, os.environ)
+            assert found is not None  # the plugin is installed
+            try:
+                _check(self, found)
+                with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
+                    while_away(found.timeout_seconds)(directory.status)  # before workers start that would all fail
+            except LoraServerError as error:
+                end_with_one_line(error)
+                raise
+            _configure(self)
+        original(self)
+
+    return resolve_once
+
+
+def _check(args: Any, found: Settings) -> None:
+    """Raise ConfigError, by name, for what is not supported."""
+    others = {
+        "on_failure": (found.on_failure, ERROR),
+        "transport gpu or nvshmem": (found.is_launched, False),
+        "SGLANG_RUST_SERVER": (bool(envs.SGLANG_RUST_SERVER.get()), False),
+        "an adapter merged into the weights": (find_merged(args.model_path) is not None, False),
+    }
+    for name, (got, expected) in ({name: (getattr(args, name), one) for name, one in ONLY.items()} | others).items():
+        if got != expected and (got or expected):
+            raise ConfigError(f"{name}: got {got}, expected {expected}; not supported with the LoRA server yet")
+
+
+def _configure(args: Any) -> None:
+    """Enable LoRA without a limit. A host carries the rows of each site, so each step ends before the next begins."""
+    args.enable_lora, args.max_loras_per_batch, args.max_loaded_loras = True, MAX_ADAPTERS, None
+    args.max_lora_rank, args.lora_target_modules = 1, ["all"]  # of weights that are never allocated
+    args.disable_overlap_schedule = args.disable_cuda_graph = True
