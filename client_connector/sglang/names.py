@@ -19,8 +19,8 @@ class AdapterId(NamedTuple):
 
     `salt`: a secret of the engine's, so that no caller can write such a key.
 
-    `start`: where an activated LoRA begins to act. The same text before it is the base model's in one request, and the
-    adapter's in another.
+    `start`: where an activated LoRA begins to act. It is part of the key: the same tokens have the base model's KV
+    before this position, and the adapter's after it.
     """
 
     salt: str

@@ -52,7 +52,7 @@ def test_requests_wait_for_places_outlive_a_shard_and_end_with_the_server(load, 
         kill(crowded)
         for name in ("fused", "qv"):
             code, reply = calls[name].result(HANG_SECONDS)
-            assert code == 503 and (crowded.address in json.dumps(reply) or "shard 0" in json.dumps(reply)), reply
+            assert code == 503 and (crowded.address in json.dumps(reply) or "shard" in json.dumps(reply)), reply
         assert waiting.result(HANG_SECONDS)[0] == 503
         assert calls[None].result(HANG_SECONDS)[1][0]["output_ids"] == expected[None]
         assert engine.answer(prompt, None, LONG) == expected[None]

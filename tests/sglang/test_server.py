@@ -43,14 +43,20 @@ def test_names_of_the_server_just_work_and_others_are_404(load, engine):
             assert code == 200, answer
             assert answer["choices"][0]["text"] == text_of(engine, sequence.prompt, sequence.adapter), model
     for code, answer in (
-        complete(engine, "nobody", load.batch[0].prompt),
-        engine.generate([Sequence(load.batch[0].prompt, "nobody")], NEW_TOKENS),
+        complete(engine, "unknown", load.batch[0].prompt),
+        engine.generate([Sequence(load.batch[0].prompt, "unknown")], NEW_TOKENS),
     ):
         assert code == 404
-        assert "'nobody'" in json.dumps(answer) and "not registered" in json.dumps(answer)
-    streamed = {"input_ids": load.batch[0].prompt, "lora_path": "nobody", "stream": True}
+        assert "'unknown'" in json.dumps(answer) and "not registered" in json.dumps(answer)
+    streamed = {"input_ids": load.batch[0].prompt, "lora_path": "unknown", "stream": True}
     code, answer = engine.request("POST", "/generate", streamed)
     assert code == 404 and "not registered" in json.dumps(answer)
+
+
+def test_an_adapters_id_is_nothing_that_a_caller_can_say(load, engine):
+    body = {"input_ids": load.batch[0].prompt, "lora_id": "lora_server:0:0:0:fused"}
+    code, answer = engine.request("POST", "/generate", body)
+    assert code == 400 and "name the adapter in lora_path" in json.dumps(answer)
 
 
 def test_an_api_that_does_not_look_at_a_models_name_refuses_an_adapters(load, engine):

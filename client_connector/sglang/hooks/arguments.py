@@ -18,7 +18,7 @@ from lora_server.errors import ConfigError, LoraServerError
 from lora_server.merged import find_merged
 
 MAX_ADAPTERS = 1 << 20  # of one batch; nothing is allocated for them
-# with others rows would go wrong, or without their deltas in silence; None: SGLang's own default
+# with any other value rows get wrong deltas, or none in silence; None is SGLang's default
 ONLY: dict[str, Any] = {
     "tp_size": 1,
     "pp_size": 1,
@@ -29,6 +29,10 @@ ONLY: dict[str, Any] = {
     "dllm_algorithm": None,
     "enable_mixed_chunk": False,
     "enable_pdmux": False,
+    "encoder_only": False,
+    "use_ray": False,
+    "smg_grpc_mode": False,
+    "grpc_mode": False,
     "enable_streaming_session": False,
     "enable_torch_compile": False,
     "enable_two_batch_overlap": False,
@@ -42,16 +46,16 @@ ONLY: dict[str, Any] = {
 
 
 def install(wrap: Wrap) -> None:
-    """Wrap the one place in which all arguments are known and none is used yet."""
+    """Wrap `resolve_once`: all arguments are set by then, and none has been used."""
     wrap(ServerArgs, "resolve_once", _resolve_once)
 
 
 def _resolve_once(original: Any) -> Callable[..., None]:
     def resolve_once(self: Any) -> None:
         if not getattr(self, "_resolution_finished", False):
-            found = find(None, os.environ)
-            assert found is not None  # the plugin is installed
             try:
+                found = find(None, os.environ)
+                assert found is not None  # the plugin is installed
                 _check(self, found)
                 with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
                     while_away(found.timeout_seconds)(directory.status)  # before workers start that would all fail

@@ -49,7 +49,7 @@ def install(wrap: Wrap) -> None:
 
 
 def _moe_forward_native(original: Any) -> Callable[..., torch.Tensor]:
-    """Push, own GEMM, wait, add; twice. Steps without adapter rows are SGLang's."""
+    """Push, own GEMM, wait, add; for each of the two GEMMs. Steps without adapter rows call SGLang's own function."""
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         remote: RemoteExperts | None = getattr(layer, EXPERTS, None)

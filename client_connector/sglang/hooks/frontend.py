@@ -42,6 +42,7 @@ def install(wrap: Wrap) -> None:
     """Wrap the registry of adapters, what changes it, and what reads a model's name."""
     wrap(tokenizer_manager, "LoRARegistry", lambda original: partial(ServerRegistry))
     wrap(http_server, "serve_generate_request", _serve_generate_request)
+    wrap(TokenizerManager, "_validate_and_resolve_lora", _validate_and_resolve)
     wrap(TokenizerManager, "load_lora_adapter", _load)
     wrap(TokenizerManager, "unload_lora_adapter", _unload)
     wrap(OpenAIServingBase, "_resolve_lora_path", _resolve_lora_path)
@@ -111,6 +112,17 @@ def _refused(error: LoraServerError) -> HTTPException:
     return HTTPException(answer_to(error).status, str(error))
 
 
+def _validate_and_resolve(original: Any) -> Callable[..., Any]:
+    """Refuse an id from outside, which SGLang would take for one that it gave out."""
+
+    async def resolve(self: Any, obj: Any) -> None:
+        if obj.lora_id:
+            raise ValueError(f"lora_id: got {obj.lora_id!r}, expected none; name the adapter in lora_path")
+        await original(self, obj)
+
+    return resolve
+
+
 def _serve_generate_request(original: Any) -> Callable[..., Any]:
     """Look a streamed request's adapter up before the stream begins: a status cannot be sent later."""
 
@@ -128,7 +140,7 @@ def _reference(adapter: Any) -> LoRARef:
 
 
 def _load(original: Any) -> Callable[..., Any]:
-    """Register a path on the server, for all its engines; only find a name of the server's own."""
+    """Add the adapter at a path to the server, for all engines. If it names an adapter of the server, look it up."""
 
     async def load(self: Any, obj: Any, request: Any = None) -> LoRAUpdateOutput:
         registry: ServerRegistry = self.lora_registry
@@ -183,8 +195,13 @@ def _resolve_lora_path(original: Any) -> Callable[..., Any]:
     """Take a model's name that is not the base model's for an adapter's, as vLLM does: SGLang ignores it."""
 
     def resolve(self: Any, request_model: str, explicit_lora_path: Any) -> Any:
-        path = original(self, request_model, explicit_lora_path)
-        return path if path or _is_base(self.tokenizer_manager, request_model) else request_model
+        manager = self.tokenizer_manager
+        if _is_base(manager, request_model):
+            return explicit_lora_path
+        for base in base_names(manager.served_model_name, manager.model_path):
+            if request_model.startswith(f"{base}:"):
+                return request_model.removeprefix(f"{base}:")
+        return explicit_lora_path or request_model
 
     return resolve
 
@@ -204,7 +221,7 @@ def _handle_request(original: Any) -> Callable[..., Any]:
 def _validate_model(original: Any) -> Callable[..., Any]:
     def validate(self: Any, model: str | None) -> Any:
         if _is_base(self.tokenizer_manager, model):
-            return original(self, model)
+            return None
         return self.create_error_response(message=_no_adapters(model), status_code=404, param="model")
 
     return validate
@@ -221,6 +238,6 @@ def _handle_ollama(original: Any) -> Callable[..., Any]:
 
 def _no_adapters(model: str | None) -> str:
     return (
-        f"model: got {model!r}, expected the base model's name: SGLang serves adapters by /generate, /v1/completions, "
-        "/v1/chat/completions and /v1/embeddings alone"
+        f"model: got {model!r}, expected the base model's name: this API of SGLang's does not look at the model; "
+        "/v1/completions, /v1/chat/completions and /v1/messages do"
     )

@@ -1,15 +1,13 @@
-"""Patching SGLang: what is wrapped, once per process."""
+"""Patching SGLang: all that is wrapped, once per process."""
 
 from __future__ import annotations
-
-import multiprocessing
 
 import sglang
 from sglang.srt.managers.scheduler import Scheduler
 
 from client_connector.serving.wrapping import is_wrapped, wrap
 from client_connector.sglang.contract import CONTRACT, SUPPORTED
-from client_connector.sglang.hooks import experts, scheduler, worker
+from client_connector.sglang.hooks import arguments, experts, frontend, scheduler, worker
 
 
 def install() -> None:
@@ -18,10 +16,5 @@ def install() -> None:
         return
     SUPPORTED.check_version(sglang.__version__)
     SUPPORTED.check(sglang.__version__, CONTRACT)
-    for part in (scheduler, worker, experts):
+    for part in (arguments, frontend, scheduler, worker, experts):
         part.install(wrap)
-    if multiprocessing.parent_process() is None:  # the processes that SGLang starts have no front end
-        from client_connector.sglang.hooks import arguments, frontend
-
-        arguments.install(wrap)
-        frontend.install(wrap)

@@ -21,6 +21,7 @@ from client_connector.serving.plan import RETRY, Failure
 from client_connector.serving.request_state import Phase, RequestState
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap, ours
+from client_connector.sglang.hooks.arguments import MAX_ADAPTERS
 from client_connector.sglang.hooks.worker import RemoteLoRAManager
 from client_connector.sglang.names import AdapterId, base_names
 from lora_server.errors import ConfigError
@@ -41,14 +42,15 @@ class ScheduledAdapters:
         self._complain = Repeats(log.error)
 
     def add(self, request: Any) -> None:
-        """Hold a new request's adapter; give back that of a request which the engine took off its batch."""
+        """Ask for a new request's adapter; release the adapter of a preempted request."""
         if self._has(request):
             self.leases.pause(request.rid)
         elif request.lora_id is not None and (request.to_finish is not None or request.finished()):
             request.skip_radix_cache_insert = True  # SGLang ends it after a pass that has no adapter
         elif request.lora_id is not None:
+            name = AdapterId.parse(request.lora_id).name
             self._requests[request.rid] = request
-            self.leases.hold(request.rid, AdapterId.parse(request.lora_id).name, list(request.origin_input_ids))
+            self.leases.hold(request.rid, name, list(request.origin_input_ids))
 
     def is_ready(self, request: Any) -> bool:
         """Return whether a request may be scheduled; its KV cache is its adapter's version's from then on."""
@@ -106,7 +108,7 @@ class ScheduledAdapters:
         return failure
 
     def keep(self, requests: Sequence[Any]) -> None:
-        """Release what requests hold that are not among these: they ended."""
+        """Release the adapters of all requests but these; the others have ended."""
         alive = {id(request) for request in requests}
         for name in [name for name, request in self._requests.items() if id(request) not in alive]:
             self._release(name)
@@ -142,7 +144,11 @@ def _init(original: Any) -> Callable[..., None]:
     def init(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
         original(self, server_args, *args, **kwargs)
         manager, found = self.tp_worker.model_runner.lora_manager, find(None, os.environ)
-        assert isinstance(manager, RemoteLoRAManager) and found is not None and not self.enable_overlap
+        if not isinstance(manager, RemoteLoRAManager) or found is None or self.max_loras_per_batch != MAX_ADAPTERS:
+            raise ConfigError(
+                "SGLang's arguments: got some that were resolved before the plugin was loaded; start SGLang by its "
+                "command or by sglang.Engine, or call sglang.srt.plugins.load_plugins() first"
+            )
         # it then passes over requests that `_process_batch_result` took off their batch, also of a decoding step
         self.batch_result_processor = replace(self.batch_result_processor, enable_overlap=True)
         names = base_names(server_args.served_model_name or server_args.model_path, server_args.model_path)
@@ -202,16 +208,17 @@ def _run_batch(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any
     began = time.monotonic()
     adapters.begin(batch)
     result = original(batch, *args, **kwargs)
-    adapters.end(batch.extend_num_tokens or len(batch.reqs), began)
+    adapters.end(batch.extend_num_tokens if batch.forward_mode.is_extend() else len(batch.reqs), began)
     return result
 
 
 @ours(_adapters)
 def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any, result: Any) -> None:
-    """Take requests whose part of the step is void off the batch, and what their KV cache has of it away."""
+    """Remove each request with a void result from the batch, free its KV cache, then requeue or abort it."""
     void = adapters.settle(batch.reqs)
     if void and batch.return_logprob and batch.forward_mode.is_extend():
-        void = [one for one in batch.reqs if not one.finished()]  # SGLang takes a prompt's logprobs by their order
+        # SGLang finds a prompt's logprobs by counting those of the requests before it
+        void = [one for one in batch.reqs if one in void or (one.return_logprob and not one.finished())]
     if not void:
         original(batch, result)
         return
@@ -222,6 +229,7 @@ def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any,
         self.chunked_req = None
     original(batch, result)
     batch.filter_batch(reqs_to_exclude=void)
+    batch.batch_is_full = self.running_batch.batch_is_full = False
     for request in void:
         if adapters.has_failed(request):
             _abort(self, request, adapters.forget(request))

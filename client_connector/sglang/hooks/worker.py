@@ -24,7 +24,7 @@ from client_connector.sglang.hooks.experts import attach_experts
 from lora_server.spec import ModelSpec, Site
 
 NO_ROWS: tuple[list[str], list[int], list[int]] = ([], [], [])
-IN_SERVER = "adapters are the LoRA server's: add, update and remove them there"
+IN_SERVER = "the LoRA server manages adapters: add, update and remove them there"
 
 
 class RemoteLoRAManager:
