@@ -1,6 +1,7 @@
 """A LoRA server beside what people would use instead: one machine, one run, the same requests, equal cores.
 
     make race                      all rows, results and plot in bench/results; half an hour on two quiet cores
+    make race ARGS="--only sglang" its rows alone, and ours; five minutes, a page of its own
     make race ARGS=--short         a tiny model and a few requests, to see that it runs; writes nothing unless --out
 
 base          vLLM without adapters, on all cores and on one: what no adapter costs
@@ -173,23 +174,27 @@ def _best(
     return race.running[best].system
 
 
-def race_all(plan: Plan, work: Path, traces: Path) -> list[score.Row]:
-    """Run all rows."""
+def race_all(plan: Plan, work: Path, traces: Path, only: str = "") -> list[score.Row]:
+    """Run all rows, or those with SGLang alone."""
     began = time.monotonic()
     adapters = make(work, plan.model, {"attention": max(plan.counts), "all": plan.all_sites})
     SAY.print(f"made {len(adapters)} adapters in {time.monotonic() - began:.0f} s")
     with contextlib.ExitStack() as all_stacks:
         race = Race(plan, work, adapters)
         all_stacks.callback(lambda: [stack.close() for stack in race.stacks.values()])
-        _run(race, traces)
+        first = plan.counts[0]
+        attention, about = load.names("attention", first), {"adapters": first, "sites": "attention"}
+        if only == "sglang":
+            race.start([System("ours", "ours", max(1, plan.cores - 1))])
+            with_sglang(race, attention, about)
+        else:
+            _run(race, traces, attention, about)
         return race.rows
 
 
-def _run(race: Race, traces: Path) -> None:
-    plan, first = race.plan, race.plan.counts[0]
-    attention = load.names("attention", first)
+def _run(race: Race, traces: Path, attention: list[str], about: Mapping[str, Any]) -> None:
+    plan = race.plan
     pilot = plan.rates[len(plan.rates) // 2]
-    about = {"adapters": first, "sites": "attention"}
     own_ways = tune(race, load.poisson(attention, pilot, plan.seconds, 1), load="tuning", rate=pilot, **about)
     bases = [System("base", "base", plan.cores), System("base, 1 thread", "base", 1)][: 1 + plan.one_thread]
     race.start([*bases, System("ours", "ours", max(1, plan.cores - 1))])
@@ -291,7 +296,7 @@ def hardware(cores: int) -> str:
 def main() -> None:
     """Command line."""
     results = Path(__file__).parents[1] / "results"
-    options = {"seconds": 16.0, "cores": 2, "traces": Path("shared/traces"), "out": Path()}
+    options = {"seconds": 16.0, "cores": 2, "traces": Path("shared/traces"), "out": Path(), "only": ""}
     given = harness.flags(__doc__, short=False, **options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     plan = Plan(FULL, given.seconds, given.cores)
@@ -299,7 +304,7 @@ def main() -> None:
         plan = Plan(**({"model": TINY, "seconds": min(given.seconds, 2.0), "cores": given.cores} | SHORT))
     began = time.monotonic()
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="race-") as scratch:
-        rows = race_all(plan, Path(scratch), given.traces)
+        rows = race_all(plan, Path(scratch), given.traces, given.only)
     found = {
         "command": f"make race{' ARGS=' + json.dumps(' '.join(sys.argv[1:])) if sys.argv[1:] else ''}",
         "hardware": hardware(given.cores),
@@ -312,7 +317,7 @@ def main() -> None:
     }
     out = given.out if given.out != Path() else None if given.short else results
     if out is not None:
-        report.write(found, out)
+        report.write(found, out, given.only)
     harness.show(given, found, *report.tables(found), width=160)
 
 

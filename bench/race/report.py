@@ -67,10 +67,10 @@ def _readme_row(pair: Pair) -> str:
     return f"| {theirs['load']}, {theirs['rate']:g}/s | {adapters} | {way}{cells} | {_gain(pair):.1f}x lower TTFT p95 |"
 
 
-def write(found: Mapping[str, Any], out: Path) -> None:
-    """Write out/race-cpu-YEAR-MONTH.json and .md."""
+def write(found: Mapping[str, Any], out: Path, only: str = "") -> None:
+    """Write out/race-cpu-YEAR-MONTH.json and .md, of `only` one peer race_PEER-cpu-YEAR-MONTH."""
     out.mkdir(parents=True, exist_ok=True)
-    stem = f"race-cpu-{time.strftime('%Y-%m')}"
+    stem = f"race{only and f'_{only}'}-cpu-{time.strftime('%Y-%m')}"
     rows = [{key: None if value != value else value for key, value in row.items()} for row in found["rows"]]
     (out / f"{stem}.json").write_text(json.dumps({**found, "rows": rows}, indent=1, allow_nan=False) + "\n")
     (out / f"{stem}.md").write_text(markdown(found, stem))
@@ -85,17 +85,14 @@ def markdown(found: Mapping[str, Any], stem: str) -> str:
         for row in found["rows"]
     )
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"""# The race, {stem.removeprefix("race-cpu-")}
+    summary = f"{readme(found)}\n\nTTFT p50/p95, TPOT p50, requests within the SLO.\n\n"
+    return f"""# The race, {stem.partition("-cpu-")[2]}
 
 `{found["command"]}`, {found["seconds"]} s. {found["hardware"]}; {versions}. What each system is, and how rows are
 counted: `bench/race/__main__.py`. SLO: TTFT {TTFT_SECONDS:g} s and TPOT {TPOT_SECONDS * 1e3:g} ms. Every row is in
 `{stem}.json` beside this page.
 
-{readme(found)}
-
-TTFT p50/p95, TPOT p50, requests within the SLO.
-
-## All rows
+{summary if any(map(_pair, _loads(found["rows"]))) else ""}## All rows
 
 `equal`: calls whose tokens are those of ours, of those that both answered.
 

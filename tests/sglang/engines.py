@@ -34,7 +34,7 @@ class SglangServer(EngineApi):
         host, _, port = address.rpartition(":")
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", host]
         command += ["--port", port, *(word for name, value in FLAGS.items() for word in (f"--{name}", value)), *flags]
-        super().__init__(address, command, env, log, "/health")
+        super().__init__(address, command, env, log)
 
     def generate(self, batch: list[Sequence], new_tokens: int) -> tuple[int, Any]:
         """The status, and what SGLang answers to these in one call."""

@@ -15,25 +15,25 @@ START_SECONDS, CALL_SECONDS = 300.0, 300.0
 
 
 class EngineApi:
-    """A server that is up when GET `health` is answered with 200."""
+    """A server that is up when GET /health is answered with 200."""
 
-    def __init__(self, address: str, command: list[str], environment: dict[str, str], log: Path, health: str) -> None:
+    def __init__(self, address: str, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.address, self.log = address, log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 children.own(command), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=environment
             )
         try:
-            self._wait(health)
+            self._wait()
         except BaseException:
             self.close()
             raise
 
-    def _wait(self, health: str) -> None:
+    def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(OSError):
-                if self.request("GET", health)[0] == 200:
+                if self.request("GET", "/health")[0] == 200:
                     return
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the engine's server did not start: {self.tail()}")

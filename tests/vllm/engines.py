@@ -181,7 +181,7 @@ class ApiServer(EngineApi):
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", host, "--port", port, "--served-model-name", "base", "--max-model-len", "512"]
         command += ["--enforce-eager", "--dtype", "float32", *flags]
-        super().__init__(address, command, env | environment, log, "/health")
+        super().__init__(address, command, env | environment, log)
 
     def complete(self, model: str, prompt: list[int], new_tokens: int, **more: Any) -> tuple[int, Any]:
         body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": 0, **more}

@@ -1,14 +1,15 @@
 """Routers that know nothing of adapters in front of two vLLM engines: any engine serves any adapter."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from lora_server.demo import children, tiny
+from lora_server.demo import tiny
 from lora_server.demo.launch import free_address, free_ports, running_server
 from tests.support.doc_commands import blocks
+from tests.support.engine_api import EngineApi
 from tests.support.serving import until
 from tests.vllm.engines import ApiServer
 
@@ -52,16 +53,12 @@ class Routed(ApiServer):
 
     def __init__(self, command, engines, log):
         port = free_ports()
-        self.address, self.log = f"127.0.0.1:{port}", log
         own = {"8100": str(port)} | {f"127.0.0.1:{8001 + i}": one.address for i, one in enumerate(engines)}
         for theirs, ours in own.items():
             command = command.replace(theirs, ours)
         command += f" --prometheus-port {free_ports()} --host 127.0.0.1"
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                children.own([str(BIN / command.split()[0]), *command.split()[1:]]), stdout=stream, stderr=stream
-            )
-        self._wait()
+        name, *arguments = command.split()
+        EngineApi.__init__(self, f"127.0.0.1:{port}", [str(BIN / name), *arguments], dict(os.environ), log)
 
 
 @pytest.fixture(scope="module", params=sorted(COMMANDS))
