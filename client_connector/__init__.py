@@ -13,5 +13,5 @@ alora         where an activated LoRA begins   merged       what rows need if an
 forward_pass  an engine's model at work
 events        names known without a call
 connect       which backend reaches a shard, once NVSHMEM's world is complete
-serving/      what every serving engine needs   transformers/ vllm/   their hooks
+serving/      what every serving engine needs   transformers/ vllm/ sglang/   their hooks
 """
