@@ -22,7 +22,7 @@ help:
 	@printf '%s\n' 'make demo         set-up, a server, two engines, 16 adapters: see their answers, checked against PEFT' \
 		'make serve-vllm   vLLM and a server beside it, to try by hand; MODEL=DIR ADAPTERS=DIR serve yours' \
 		'make test         what a change can break; test-fast: under 90 s, test-all: every one' \
-		'make test-vllm    engines, test-vllm-all: every test; test-sglang' \
+		'make test-vllm    vLLM; test-vllm-all: its long tests, too; test-sglang: SGLang' \
 		'make lint docs    what CI checks besides; screenshots: the pictures of the documents, anew' \
 		'make gpu          kernels and transports on a GPU; ARGS=--rehearse: without one; gpu-build: compile every kernel' \
 		'make bench        what the figures in bench/results come from; race: beside vLLM and SGLang without us, and PEFT' \
