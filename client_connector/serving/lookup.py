@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from client_connector.directory import AdapterDirectory
 from client_connector.events import KnownAdapters
-from client_connector.reconnect import Outage
+from client_connector.reconnect import Outage, while_away
+from client_connector.serving.settings import Settings
 from lora_server.errors import LoraServerError, ServerBusyError, ServerUnavailableError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -55,3 +57,10 @@ class Lookup:
                 self._known.keep(name, tenant, found, changes)
                 return found
             await asyncio.sleep(self._look_seconds)
+
+
+def require_server(found: Settings) -> None:
+    """Wait until the server answers, before workers start that would all fail. Raises ServerUnavailableError after
+    `timeout_seconds`, and any other error of the server's."""
+    with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
+        while_away(found.timeout_seconds)(directory.status)

@@ -14,7 +14,25 @@ from lora_server.demo import children
 START_SECONDS, CALL_SECONDS = 300.0, 300.0
 
 
-class EngineApi:
+class Logged:
+    """A process with a log, that ends with its block."""
+
+    log: Path
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class EngineApi(Logged):
     """A server that is up when GET /health is answered with 200."""
 
     def __init__(self, address: str, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -53,15 +71,6 @@ class EngineApi:
             return status, json.loads(text)
         except ValueError:
             return status, text
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-4000:]
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         children.stop(self.process, 60)

@@ -14,7 +14,7 @@ from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import EngineAnswer, Sequence
 from lora_server.demo.launch import RunningServer, free_address, launch, running_server
-from tests.support.engine_api import CALL_SECONDS, START_SECONDS, EngineApi
+from tests.support.engine_api import CALL_SECONDS, START_SECONDS, EngineApi, Logged
 from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import Workload
 
@@ -39,7 +39,7 @@ SETTINGS = {
 FORKS = ForkServer(["vllm.entrypoints.llm", "tests.vllm.engine_process"], START_SECONDS)
 
 
-class Engine:
+class Engine(Logged):
     """`server` None: no address is set. Other keywords are LLM's.
 
     It is forked from a process that has vLLM imported and nothing started, which spares most of a start; `fresh`: it
@@ -99,15 +99,6 @@ class Engine:
         flagged = [reply["stop_reason"] for reply in replies if reply["stop_reason"] is not None]
         assert not flagged, flagged
         return [EngineAnswer(reply["tokens"], reply["logprobs"]) for reply in replies]
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-4000:]
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):

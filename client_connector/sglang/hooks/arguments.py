@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from client_connector.directory import AdapterDirectory
-from client_connector.reconnect import while_away
+from client_connector.serving.lookup import require_server
 from client_connector.serving.settings import ERROR, Settings, find
 from client_connector.serving.wrapping import Wrap, end_with_one_line
 from lora_server.errors import ConfigError, LoraServerError
@@ -57,8 +55,7 @@ def _resolve_once(original: Any) -> Callable[..., None]:
                 found = find(None, os.environ)
                 assert found is not None  # the plugin is installed
                 _check(self, found)
-                with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
-                    while_away(found.timeout_seconds)(directory.status)  # before workers start that would all fail
+                require_server(found)
             except LoraServerError as error:
                 end_with_one_line(error)
                 raise

@@ -22,7 +22,7 @@ from client_connector.serving.request_state import Phase, RequestState
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.sglang.hooks.arguments import MAX_ADAPTERS
-from client_connector.sglang.hooks.worker import RemoteLoRAManager
+from client_connector.sglang.hooks.worker import SglangLoRAManager
 from client_connector.sglang.names import AdapterId, base_names
 from lora_server.errors import ConfigError
 from lora_server.logs import Repeats
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 class ScheduledAdapters:
     """A scheduler's requests that named an adapter, and what each holds; one thread, the scheduler's."""
 
-    def __init__(self, leases: AdapterLeases, manager: RemoteLoRAManager) -> None:
+    def __init__(self, leases: AdapterLeases, manager: SglangLoRAManager) -> None:
         self.leases, self.manager = leases, manager
         self._requests: dict[str, Any] = {}  # by SGLang's rid
         self._failures: dict[str, Failure] = {}  # of the step that was computed last
@@ -144,7 +144,7 @@ def _init(original: Any) -> Callable[..., None]:
     def init(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
         original(self, server_args, *args, **kwargs)
         manager, found = self.tp_worker.model_runner.lora_manager, find(None, os.environ)
-        if not isinstance(manager, RemoteLoRAManager) or found is None or self.max_loras_per_batch != MAX_ADAPTERS:
+        if not isinstance(manager, SglangLoRAManager) or found is None or self.max_loras_per_batch != MAX_ADAPTERS:
             raise ConfigError(
                 "SGLang's arguments: got some that were resolved before the plugin was loaded; start SGLang by its "
                 "command or by sglang.Engine, or call sglang.srt.plugins.load_plugins() first"

@@ -27,7 +27,7 @@ NO_ROWS: tuple[list[str], list[int], list[int]] = ([], [], [])
 IN_SERVER = "the LoRA server manages adapters: add, update and remove them there"
 
 
-class RemoteLoRAManager:
+class SglangLoRAManager:
     """Stands in for SGLang's LoRAManager; has no weights, so there is nothing to load or evict."""
 
     attn_dp_enabled = False
@@ -124,4 +124,4 @@ def _all_columns(module: Any, spec: ModelSpec, site: Site) -> Window:
 
 def install(wrap: Wrap) -> None:
     """Replace the LoRA manager."""
-    wrap(model_runner, "LoRAManager", lambda original: partial(RemoteLoRAManager))
+    wrap(model_runner, "LoRAManager", lambda original: partial(SglangLoRAManager))

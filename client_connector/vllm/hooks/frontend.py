@@ -24,7 +24,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import AdapterDirectory, as_uri
 from client_connector.events import EventFollower
-from client_connector.reconnect import while_away
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
@@ -89,13 +88,6 @@ def _check_merged(model: str, found: Settings) -> None:
             f"on_failure: got {BASE_MODEL} with weights that contain {record.name}, expected {ERROR}: rows of the base "
             "model need the server, too"
         )
-
-
-def require_server(found: Settings) -> None:
-    """Wait until the server answers, before workers start that would all fail. Raises ServerUnavailableError after
-    `timeout_seconds`, and any other error of the server's."""
-    with closing(AdapterDirectory(found.address, timings=found.timings)) as directory:
-        while_away(found.timeout_seconds)(directory.status)
 
 
 def served_names(args: Any) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from client_connector.serving.lookup import require_server
 from client_connector.serving.wrapping import end_with_one_line, is_wrapped, wrap
 from client_connector.vllm.contract import CONTRACT, SUPPORTED
 from client_connector.vllm.logs import join_vllms
@@ -36,7 +37,7 @@ def _configured(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return original(engine, *args, **kwargs)
     install()
-    from client_connector.vllm.hooks.frontend import check_parallel, configure, require_server
+    from client_connector.vllm.hooks.frontend import check_parallel, configure
 
     require_server(found)
     configure(engine, found)
