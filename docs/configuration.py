@@ -15,6 +15,7 @@ from client_connector import transformers
 from client_connector.connect import TRANSPORTS, WIRES
 from client_connector.serving.settings import BASE_MODEL, ENVIRONMENT, ERROR, Settings
 from client_connector.serving.tenants import TENANT_HEADER
+from client_connector.sglang.tenants import TENANTS
 from lora_server import cli as server
 from lora_server.config import ServeConfig
 from lora_server.config.groups import GROUPS
@@ -45,7 +46,8 @@ CALLERS = [
     (f"`{TLS_CA}`", "CA that signed the server's certificate; it turns TLS on"),
     (f"`{TLS_CERT}`, `{TLS_KEY}`", "The caller's certificate and key, where the server has `--tls-client-ca`"),
     (f"`{TLS_NAME}`", "Name in the server's certificate, if it differs from the address"),
-    (f"`{TENANT_HEADER}`", "vLLM: the header in which a gateway names a request's tenant ([vLLM](vllm.md#tenants))"),
+    (f"`{TENANT_HEADER}`", "The header in which a gateway names the tenant of a request to an engine ([vLLM](vllm.md#tenants))"),
+    (f"`{TENANTS}`", "SGLang: true: callers show a token, and get their tenant's adapters ([SGLang](sglang.md#tenants))"),
 ]
 HEAD = ("Flag", "Default", "Meaning", "Value")
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}

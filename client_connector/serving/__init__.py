@@ -13,5 +13,5 @@ modules         finds the sites of a model          wrapping    replaces an engi
 contract        what a connector touches of an engine, and in which versions
 lookup          names of adapters                   http        errors as answers, Retry-After
 pace            how long the next pass takes        waits       how long a request waited, and for what
-tenants         middleware for many tenants
+tenants         middleware for many tenants         ranks       what tensor-parallel ranks tell each other
 """

@@ -6,6 +6,7 @@ Shapes: T tokens, k experts each, H hidden, I ffn (of this rank), N = 2 * I.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -25,6 +26,15 @@ class RemoteExperts:
     down: Window
     width: int
     weighted_input: bool = False  # the router's weights were applied to the layer's input already
+
+    @classmethod
+    def of_columns(cls, forward: PlannedPass, layer: int, begin: int, end: int, weighted_input: bool = False) -> Self:
+        """Make those of a rank that has the ffn columns from `begin` to `end` of each of its experts."""
+        spec = forward.client.terms.spec
+        ffn = spec.ffn_at(layer)
+        gate_up = Window(0, ((begin, end), (ffn + begin, ffn + end)))
+        down = Window(begin, ((0, spec.out_width(Site(layer, "down"))),))
+        return cls(forward, layer, gate_up, down, end - begin, weighted_input)
 
     def start_gate_up(
         self,

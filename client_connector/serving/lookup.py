@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from client_connector.directory import AdapterDirectory
-from client_connector.events import KnownAdapters
+from client_connector.events import EventFollower, KnownAdapters
 from client_connector.reconnect import Outage, while_away
 from client_connector.serving.settings import Settings
 from lora_server.errors import LoraServerError, ServerBusyError, ServerUnavailableError
@@ -28,8 +28,15 @@ class Lookup:
         known: KnownAdapters | None = None,
     ) -> None:
         """`look_seconds`: between two attempts of one request while the server is away. `known` answers first."""
-        self._directory, self._seconds, self._look_seconds = directory, seconds, look_seconds
+        self.directory, self._seconds, self._look_seconds = directory, seconds, look_seconds
         self._outage, self._known = Outage(clock), known or KnownAdapters()
+
+    @classmethod
+    def of(cls, found: Settings) -> Lookup:
+        """Make that of an engine's front end, with a directory of its own; it follows the server's events."""
+        directory = AdapterDirectory(found.address, timings=found.timings)
+        known = EventFollower(found.address, timings=found.timings).known
+        return cls(directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)
 
     def forget(self, name: str) -> None:
         """Ask the server for a name the next time: it was removed."""
@@ -42,7 +49,7 @@ class Lookup:
                 return known
             changes = self._known.changes
             try:
-                found = await asyncio.to_thread(self._directory.get, name, tenant)
+                found = await asyncio.to_thread(self.directory.get, name, tenant)
             except ServerBusyError:  # the server is up, and the directory has waited for it already
                 raise
             except ServerUnavailableError:

@@ -55,3 +55,16 @@ def _attach_linear(module: Any, forward: PlannedPass, site: Site, window: Window
     method = copy.copy(module.quant_method)
     method.apply = RemoteLinear(forward, site, window).around(module.quant_method.apply)
     module.quant_method = method
+
+
+def rank_window(spec: ModelSpec, site: Site, rank: int, size: int, kv_replicas: int = 1) -> Window:
+    """Return the columns of a dense site that one of `size` tensor-parallel ranks has; each key and value head is on
+    `kv_replicas` of them."""
+    if size == 1 or site.projection in ("o", "down"):
+        return Window(rank * spec.in_width(site) // size, ((0, spec.out_width(site)),))
+    parts = []
+    for section in spec.sections(site):
+        own, of = (rank // kv_replicas, size // kv_replicas) if section.name in ("k", "v") else (rank, size)
+        width = (section.end - section.begin) // of
+        parts.append((section.begin + own * width, section.begin + (own + 1) * width))
+    return Window(0, tuple(parts))

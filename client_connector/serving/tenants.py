@@ -1,8 +1,9 @@
 """One serving engine for many tenants: ASGI middleware that knows the caller of each request.
 
 The caller is known by `Authorization: Bearer ls_...`, a token of the LoRA server, or by a header that a gateway in
-front sets, where LORA_SERVER_TENANT_HEADER names it. An unknown caller gets nothing but health. A request's model
-becomes `tenant|name`, so that the engine acquires on behalf of the tenant; no adapter's name contains a `|`.
+front sets, where LORA_SERVER_TENANT_HEADER names it. An unknown caller gets nothing but health. The engine acquires on
+behalf of the tenant: the adapter's name becomes `tenant|name`, in the request's body or in the engine's own hooks; no
+adapter's name contains a `|`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from client_connector.serving.settings import ADDRESS, OF
 from lora_server.errors import ConfigError, LoraServerError, UnauthenticatedError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.credentials import Credentials
 
 TENANT_HEADER = "LORA_SERVER_TENANT_HEADER"
 MAX_KNOWN_TOKENS = 4096
@@ -34,14 +36,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class EngineApi:
-    """The paths of an engine's API, by the kind of caller that may use them, and the test for a base model's name."""
+    """The paths of an engine's API, by the kind of caller that may use them.
+
+    `is_base_model` tests a base model's name; None: the body stays as it is, since the engine's hooks read CALLER.
+    """
 
     health: frozenset[str]
-    compute: frozenset[str]  # POST, with a model in the body
+    compute: frozenset[str]  # POST
     publish: frozenset[str]
     models: str
     metrics: str
-    is_base_model: Callable[[Message, str], bool]  # ASGI scope, name
+    is_base_model: Callable[[Message, str], bool] | None = None  # ASGI scope, name
 
 
 class Caller(NamedTuple):
@@ -53,6 +58,14 @@ class Caller(NamedTuple):
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("lora_server_caller", default=None)
+
+
+def as_caller() -> AdapterDirectory:
+    """Return the server's directory with the caller's token: adapters are its tenant's, and the server checks its
+    rights."""
+    caller = CALLER.get()
+    assert caller is not None
+    return AdapterDirectory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
 
 
 class RefusedCall(Exception):
@@ -134,9 +147,13 @@ class TenantMiddleware:
             raise RefusedCall(
                 403, f"{method} {path[:100]}: not for tenants; expected one of {api.models}, /v1/completions, ..."
             )
-        return await self._as_tenants(scope, receive, caller) if path in api.compute else receive
+        if api.is_base_model is None or path not in api.compute:
+            return receive
+        return await self._as_tenants(scope, receive, caller, api.is_base_model)
 
-    async def _as_tenants(self, scope: Message, receive: Receive, caller: Caller) -> Receive:
+    async def _as_tenants(
+        self, scope: Message, receive: Receive, caller: Caller, is_base_model: Callable[[Message, str], bool]
+    ) -> Receive:
         """Put the tenant in front of the model's name, unless that is the base model's."""
         body = await _body(receive)
         try:
@@ -146,7 +163,7 @@ class TenantMiddleware:
             raise RefusedCall(400, "got no JSON object, expected one with a model") from None
         if not isinstance(model, str) or OF in model:
             raise RefusedCall(400, f"model: got {str(model)[:100]!r}, expected a name")
-        if caller.tenant and model and not self._api.is_base_model(scope, model):
+        if caller.tenant and model and not is_base_model(scope, model):
             asked["model"] = f"{caller.tenant}{OF}{model}"
             body = json.dumps(asked).encode()
         scope["headers"] = [one for one in scope["headers"] if one[0].lower() != b"content-length"]

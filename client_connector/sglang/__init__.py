@@ -2,6 +2,7 @@
 
 contract      which versions, and which attributes of SGLang are touched
 names         the base model's, and what SGLang knows an adapter by
+tenants       what each kind of caller may use, where callers show tokens
 hooks/        what is wrapped; the only modules that import SGLang
 """
 

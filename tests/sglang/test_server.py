@@ -125,7 +125,7 @@ def holders(server) -> int:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        (("--tp-size", "2"), "tp_size: got 2, expected 1"),
+        (("--pp-size", "2"), "pp_size: got 2, expected 1"),
         (("--enable-mixed-chunk",), "enable_mixed_chunk: got True"),
         (("--lora-paths", "law=/tmp"), "lora_paths: got"),
         (("--enable-streaming-session",), "enable_streaming_session: got True"),

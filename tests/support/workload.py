@@ -6,6 +6,7 @@ import functools
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def spec_of(kind: str) -> spec.ModelSpec:
 def workload(kind: str, engine: str = "transformers") -> Workload:
     """One per kind, engine and test run; everything is seeded."""
     torch.set_grad_enabled(False)
-    model = tiny.make_model(kind, **(tiny.FOR_VLLM if engine == "vllm" else {}))
+    model = tiny.make_model(kind, **_overrides(kind, engine))
     root = Path(SCRATCH.name) / engine / kind
     base, adapters = root / "base", root / "adapters"
     tiny.save_model(model, base)
@@ -104,6 +105,13 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
     made = Workload(kind, model, base, adapters, batch, [])
     made.expected.extend(made.answer(made.paths.get(one.adapter), one.prompt) for one in batch)
     return made
+
+
+def _overrides(kind: str, engine: str) -> dict[str, Any]:
+    """What an engine wants of a model; SGLang pads an ffn that its ranks on CPUs cannot share in multiples of 32."""
+    if engine == "sglang":
+        return {"intermediate_size": 128} | ({"moe_intermediate_size": 128} if kind == "qwen3_moe" else {})
+    return tiny.FOR_VLLM if engine == "vllm" else {}
 
 
 def merge(base: Path, adapter: Path, name: str, out: Path) -> MergedRecord:

@@ -1,14 +1,11 @@
 """docs/vllm.md#tenants: one vLLM for two; a name means each its own adapter, and whoever is nobody gets nothing."""
 
-import itertools
-
 import pytest
 
 from lora_server.access.identity import Role
-from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
-from lora_server.registry.database import FILE, Database
 from tests.support.serving import flags
+from tests.support.tenants import make_tokens
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ApiServer
 
@@ -29,16 +26,10 @@ class Caller:
 
 @pytest.mark.timeout(900)
 def test_one_engine_serves_tenants_apart(load, scratch, tmp_path):
-    database = Database(f"sqlite:///{tmp_path / FILE}")
-    store = Store(database)
-    for tenant in ("acme", "rival"):
-        store.set_tenant(Tenant(tenant))
+    tokens = make_tokens(tmp_path, "acme", "rival")
     answers = [(one.adapter, one.prompt, its.tokens) for one, its in zip(load.batch, load.expected, strict=True)]
     expected = {name: (prompt, tokens) for name, prompt, tokens in answers if name}
     first, second = sorted(expected)[:2]
-    pairs = itertools.product(("", "acme", "rival"), (Role.ENGINE, Role.PUBLISHER, Role.ADMIN))
-    tokens = {(tenant, role): str(store.create_token(tenant, role)[1]) for tenant, role in pairs}
-    database.close()
     more = ("--data-dir", str(tmp_path), "--layout", "ep2-pp1", "--adapter-root", "/")
     with running_server(scratch / "tenants.log", flags(load, *more)) as server:
         middleware = ("--middleware", "client_connector.vllm.tenants.Tenants")

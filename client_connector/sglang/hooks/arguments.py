@@ -12,15 +12,25 @@ from sglang.srt.server_args import ServerArgs
 from client_connector.serving.lookup import require_server
 from client_connector.serving.settings import ERROR, Settings, find
 from client_connector.serving.wrapping import Wrap, end_with_one_line
+from client_connector.sglang.tenants import has_tenants
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.merged import find_merged
 
 MAX_ADAPTERS = 1 << 20  # of one batch; nothing is allocated for them
 # with any other value rows get wrong deltas, or none in silence; None is SGLang's default
 ONLY: dict[str, Any] = {
-    "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
+    "ep_size": 1,
+    "moe_dp_size": 1,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "dwdp_size": 1,
+    "moe_dense_tp_size": None,
+    "moe_a2a_backend": "none",
+    "enable_layernorm_sp": False,
+    "enable_attn_tp_input_scattered": False,
     "tokenizer_worker_num": 1,
     "disaggregation_mode": "null",
     "speculative_algorithm": None,
@@ -56,10 +66,10 @@ def _resolve_once(original: Any) -> Callable[..., None]:
                 assert found is not None  # the plugin is installed
                 _check(self, found)
                 require_server(found)
+                _configure(self)
             except LoraServerError as error:
                 end_with_one_line(error)
                 raise
-            _configure(self)
         original(self)
 
     return resolve_once
@@ -83,3 +93,4 @@ def _configure(args: Any) -> None:
     args.enable_lora, args.max_loras_per_batch, args.max_loaded_loras = True, MAX_ADAPTERS, None
     args.max_lora_rank, args.lora_target_modules = 1, ["all"]  # of weights that are never allocated
     args.disable_overlap_schedule = args.disable_cuda_graph = True
+    args.skip_server_warmup = args.skip_server_warmup or has_tenants(os.environ)  # its requests show no token

@@ -9,12 +9,10 @@ import torch
 from sglang.srt.layers.moe import fused_moe_native
 from torch.nn import functional
 
-from client_connector.packing import Window
 from client_connector.serving.experts import RemoteExperts
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.wrapping import Wrap
 from lora_server.errors import ConfigError
-from lora_server.spec import Site
 
 EXPERTS = "lora_server_experts"  # attribute of a layer of ours
 
@@ -22,13 +20,13 @@ EXPERTS = "lora_server_experts"  # attribute of a layer of ours
 def attach_experts(module: Any, forward: PlannedPass, layer: int) -> None:
     """Give a layer its remote experts; raises ConfigError for experts that `_moe_forward_native` does not compute."""
     weight, config = module.w13_weight, module.moe_runner_config
-    spec = forward.client.terms.spec
-    width = spec.in_width(Site(layer, "down"))
+    spec, size = forward.client.terms.spec, module.moe_tp_size
+    width, rest = divmod(spec.ffn_at(layer), size)
     for name, got, expected in (
         ("device", weight.device.type, "cpu"),
         ("intel_amx", getattr(module, "use_intel_amx_backend", False), False),
         ("moe_ep_size", module.moe_ep_size, 1),
-        ("moe_tp_size", module.moe_tp_size, 1),
+        ("columns that tensor-parallel ranks do not share evenly", rest, 0),
         ("activation", config.activation, "silu"),
         ("gemm1_alpha", config.gemm1_alpha, None),
         ("w13_weight_bias", getattr(module, "w13_weight_bias", None) is not None, False),
@@ -39,8 +37,8 @@ def attach_experts(module: Any, forward: PlannedPass, layer: int) -> None:
                 f"experts of layer {layer}, {name}: got {got}, expected {expected}; such experts are not supported "
                 "with the LoRA server on SGLang yet"
             )
-    gate_up, down = Window(0, ((0, 2 * width),)), Window(0, ((0, spec.out_width(Site(layer, "down"))),))
-    setattr(module, EXPERTS, RemoteExperts(forward, layer, gate_up, down, width))
+    begin = module.moe_tp_rank * width
+    setattr(module, EXPERTS, RemoteExperts.of_columns(forward, layer, begin, begin + width))
 
 
 def install(wrap: Wrap) -> None:

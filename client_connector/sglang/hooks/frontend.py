@@ -6,11 +6,11 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
@@ -24,13 +24,14 @@ from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from client_connector.directory import AdapterDirectory, as_uri
-from client_connector.events import EventFollower
-from client_connector.serving.http import answer_to
+from client_connector.directory import as_uri
+from client_connector.serving.http import AsgiApp, answer_to, with_retry_after
 from client_connector.serving.lookup import Lookup
-from client_connector.serving.settings import KEY, find
+from client_connector.serving.settings import KEY, OF, find
+from client_connector.serving.tenants import CALLER, TenantMiddleware, as_caller
 from client_connector.serving.wrapping import Wrap
 from client_connector.sglang.names import UNNAMED, AdapterId, base_names
+from client_connector.sglang.tenants import API, has_tenants
 from lora_server.errors import LoraServerError, ServerUnavailableError, UnknownAdapterError
 
 # of SGLang's APIs, those that look at a model's name, and those that generate nothing
@@ -50,6 +51,7 @@ def install(wrap: Wrap) -> None:
     wrap(OpenAIServingResponses, "_validate_model", _validate_model)
     wrap(OllamaServing, "handle_chat", _handle_ollama)
     wrap(OllamaServing, "handle_generate", _handle_ollama)
+    wrap(FastAPI, "build_middleware_stack", _stacked)
 
 
 # -- names
@@ -63,11 +65,10 @@ class ServerRegistry:
     def __init__(self, lora_paths: object = None) -> None:
         found = find(None, os.environ)
         assert found is not None  # the plugin is installed
-        self.directory = AdapterDirectory(found.address, timings=found.timings)
-        known = EventFollower(found.address, timings=found.timings).known
-        self._lookup = Lookup(self.directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)
+        self._lookup = Lookup.of(found)
+        self.directory = self._lookup.directory
         self.added: set[str] = set()  # names that this engine's API brought to the server
-        self._ids: dict[str, AdapterId] = {}  # the newest of each name, for when the server is away
+        self._ids: dict[str, AdapterId] = {}  # the newest of each name of a tenant's, for when the server is away
         self._salt = secrets.token_hex(8)
 
     async def get_unregistered_loras(self, names: set[str | None]) -> set[str]:
@@ -84,28 +85,39 @@ class ServerRegistry:
         """Do nothing: the scheduler holds adapters for requests."""
 
     def get_all_adapters(self) -> dict[str, LoRARef]:
-        """List the server's adapters, for /v1/models; none while it is away."""
+        """List the server's adapters that the caller may use, for /v1/models; none while it is away."""
         with suppress(LoraServerError):
             if self.directory.ready():
-                return {one.name: _reference(one) for one in self.directory.list() if one.state != "draining"}
+                listed = self.directory.list(_tenant())
+                return {one.name: _reference(one) for one in listed if one.state != "draining"}
         return {}
 
     def forget(self, name: str) -> None:
         """Drop what is known of a name: the next request asks the server."""
         self._lookup.forget(name)
-        self._ids.pop(name, None)
+        self._ids.pop(_of_tenant(name), None)
 
     async def _find(self, name: str) -> str:
+        own = _of_tenant(name)
         try:
-            version = (await self._lookup.get(name, waits=name not in self._ids)).version
-            self._ids[name] = AdapterId(self._salt, name, version)
+            version = (await self._lookup.get(name, _tenant(), waits=own not in self._ids)).version
+            self._ids[own] = AdapterId(self._salt, own, version)
         except ServerUnavailableError as error:
-            if name not in self._ids:
+            if own not in self._ids:
                 raise _refused(error) from error
         except LoraServerError as error:
-            self._ids.pop(name, None)
+            self._ids.pop(own, None)
             raise _refused(error) from error
-        return str(self._ids[name])
+        return str(self._ids[own])
+
+
+def _tenant() -> str:
+    caller = CALLER.get()
+    return "" if caller is None else caller.tenant
+
+
+def _of_tenant(name: str) -> str:
+    return f"{_tenant()}{OF}{name}" if _tenant() else name
 
 
 def _refused(error: LoraServerError) -> HTTPException:
@@ -148,7 +160,9 @@ def _load(original: Any) -> Callable[..., Any]:
         if obj.pinned:
             return _not_done(f"pinned: got true; pin it on the server: lora-server adapters pin {name}")
         try:
-            if path in (name, f"{KEY}:{name}"):
+            if CALLER.get() is not None:
+                adapter = await asyncio.to_thread(_add_as_caller, name, path)
+            elif path in (name, f"{KEY}:{name}"):
                 adapter = await asyncio.to_thread(registry.directory.get, name)
             else:
                 adapter = await asyncio.to_thread(registry.directory.add, name, as_uri(path))
@@ -166,18 +180,31 @@ def _unload(original: Any) -> Callable[..., Any]:
     async def unload(self: Any, obj: Any, request: Any = None) -> LoRAUpdateOutput:
         registry: ServerRegistry = self.lora_registry
         name = obj.lora_name
-        if name not in registry.added:
-            return _not_done(f"adapter {name!r}: was not added by this engine; remove it on the server")
         try:
-            with suppress(UnknownAdapterError):  # removed elsewhere: done
-                await asyncio.to_thread(registry.directory.remove, name)
+            if CALLER.get() is not None:
+                await asyncio.to_thread(_remove_as_caller, name)
+            elif name in registry.added:
+                with suppress(UnknownAdapterError):  # removed elsewhere: done
+                    await asyncio.to_thread(registry.directory.remove, name)
+                registry.added.discard(name)
+            else:
+                return _not_done(f"adapter {name!r}: was not added by this engine; remove it on the server")
         except LoraServerError as error:
             return _not_done(str(error))
-        registry.added.discard(name)
         registry.forget(name)  # its event may come later
         return LoRAUpdateOutput(success=True, loaded_adapters={})
 
     return unload
+
+
+def _add_as_caller(name: str, path: str) -> Any:
+    with closing(as_caller()) as directory:
+        return directory.add(name, as_uri(path))
+
+
+def _remove_as_caller(name: str) -> None:
+    with closing(as_caller()) as directory:
+        directory.remove(name)
 
 
 def _not_done(reason: str) -> LoRAUpdateOutput:
@@ -241,3 +268,19 @@ def _no_adapters(model: str | None) -> str:
         f"model: got {model!r}, expected the base model's name: this API of SGLang's does not look at the model; "
         "/v1/completions, /v1/chat/completions and /v1/messages do"
     )
+
+
+# -- answers
+
+
+def _stacked(original: Any) -> Callable[..., AsgiApp]:
+    """Give SGLang's answers of 503 a Retry-After; with tenants, ask each caller for a token first."""
+
+    def build_middleware_stack(self: Any) -> AsgiApp:
+        stack: AsgiApp = original(self)
+        if self is not http_server.app:
+            return stack
+        stack = with_retry_after(stack, lambda: True)
+        return TenantMiddleware(stack, API) if has_tenants(os.environ) else stack
+
+    return build_middleware_stack

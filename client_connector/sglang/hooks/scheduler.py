@@ -1,6 +1,8 @@
 """Hooks of the scheduler: requests hold adapters, steps carry plans, failures end requests or compute them again.
 
-SGLang's scheduler and model runner are one process, so a step's plan needs no way between them.
+SGLang's scheduler and model runner are one process. With tensor parallelism every rank has both, and all schedulers
+must come to the same batches: rank 0 alone asks the server, and the others learn from it which requests are ready, the
+step's plan, and what failed.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
+from sglang.srt.runtime_context import get_parallel
 
 from client_connector.serving.http import status_of
 from client_connector.serving.leases import AdapterLeases
-from client_connector.serving.plan import RETRY, Failure
-from client_connector.serving.request_state import Phase, RequestState
+from client_connector.serving.plan import NO_PLAN, RETRY, Failure, StepPlan
+from client_connector.serving.ranks import RankGroup
+from client_connector.serving.request_state import Phase
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.sglang.hooks.arguments import MAX_ADAPTERS
@@ -32,35 +36,61 @@ IDLE_SECONDS = 1e-3  # of a step in which all requests wait for their adapters
 log = structlog.get_logger()
 
 
-class ScheduledAdapters:
-    """A scheduler's requests that named an adapter, and what each holds; one thread, the scheduler's."""
+class Verdict(NamedTuple):
+    """What may become of a waiting request: it has the weights of its adapter's version, or it ends."""
 
-    def __init__(self, leases: AdapterLeases, manager: SglangLoRAManager) -> None:
-        self.leases, self.manager = leases, manager
+    version: str
+    start: int
+    failure: Failure | None
+
+
+class ScheduledAdapters:
+    """A scheduler's requests that named an adapter, the same on each rank; one thread, the scheduler's."""
+
+    def __init__(self, leases: AdapterLeases | None, manager: SglangLoRAManager, ranks: RankGroup) -> None:
+        """`leases`: what each request holds, on rank 0 alone."""
+        self.leases, self.manager, self._ranks = leases, manager, ranks
         self._requests: dict[str, Any] = {}  # by SGLang's rid
+        self._verdicts: dict[str, Verdict] = {}  # of waiting requests; those that wait on have none
         self._failures: dict[str, Failure] = {}  # of the step that was computed last
+        self._is_planned = False  # whether that step has rows with adapters
         self._complain = Repeats(log.error)
 
     def add(self, request: Any) -> None:
         """Ask for a new request's adapter; release the adapter of a preempted request."""
         if self._has(request):
-            self.leases.pause(request.rid)
+            if self.leases is not None:
+                self.leases.pause(request.rid)
         elif request.lora_id is not None and (request.to_finish is not None or request.finished()):
             request.skip_radix_cache_insert = True  # SGLang ends it after a pass that has no adapter
         elif request.lora_id is not None:
-            name = AdapterId.parse(request.lora_id).name
             self._requests[request.rid] = request
-            self.leases.hold(request.rid, name, list(request.origin_input_ids))
+            if self.leases is not None:
+                name = AdapterId.parse(request.lora_id).name
+                self.leases.hold(request.rid, name, list(request.origin_input_ids))
+
+    def decide(self, waiting: Sequence[Any]) -> list[tuple[Any, Failure]]:
+        """Decide which of the waiting requests may be scheduled now; return those that end, each with the reason."""
+        ours = [one for one in waiting if self._has(one)]
+        self._verdicts = self._ranks.from_first(lambda: _verdicts(self.leases, ours)) if ours else {}
+        failures = {name: one.failure for name, one in self._verdicts.items() if one.failure is not None}
+        ended = [(one, failures[one.rid]) for one in ours if one.rid in failures]
+        for request, failure in ended:
+            self._release(request.rid)
+            said = {"request": request.rid, "code": failure.code, "error": failure.message}
+            if self._ranks.is_first:
+                self._complain(failure.code, "request failed", **said)
+        return ended
 
     def is_ready(self, request: Any) -> bool:
         """Return whether a request may be scheduled; its KV cache is its adapter's version's from then on."""
         if not self._has(request):
             return True
-        state = self.leases.state(request.rid)
-        if not self.leases.is_ready(request.rid) or state is None or _failure_in(state) is not None:
+        verdict = self._verdicts.get(request.rid)
+        if verdict is None:
             return False
         before = request.lora_id
-        now = str(AdapterId.parse(before)._replace(version=state.version, start=state.start))
+        now = str(AdapterId.parse(before)._replace(version=verdict.version, start=verdict.start))
         request.lora_id, request.extra_key = now, request.extra_key.removesuffix(before) + now
         return True
 
@@ -72,40 +102,26 @@ class ScheduledAdapters:
         else:
             counts = [1] * len(names)
             computed = [len(one.origin_input_ids) + len(one.output_ids) - 1 for one in batch.reqs]
-        plan = self.leases.plan(names)
+        ours = [request.rid for request in batch.reqs if self._has(request)]
+        plan = self._ranks.from_first(lambda: _plan(self.leases, ours)) if ours else NO_PLAN
         self.manager.expect(plan, names, counts, computed)
-        self._failures = {name: Failure(RETRY, "") for name in plan.void}
+        self._is_planned = bool(plan.rows)
+        self._failures = {name: Failure(RETRY, "") for name in ours if name not in plan.rows}
 
     def end(self, tokens: int, began: float) -> None:
         """End the step; its failures are known."""
-        self._failures |= self.manager.end()
-        self.leases.pace.passed(tokens, began, time.monotonic())
+        failures = self.manager.end()
+        if self._is_planned:
+            self._failures |= self._ranks.agree(failures)
+        if self.leases is not None:
+            self.leases.pace.passed(tokens, began, time.monotonic())
 
     def settle(self, requests: Sequence[Any]) -> list[Any]:
-        """Take note of the step's failures; return the requests whose part of it is void."""
-        void = []
-        for request in requests:
-            failure = self._failures.get(request.rid)
-            state = self.leases.state(request.rid) if failure is None else self.leases.fail_step(request.rid, failure)
-            if not request.finished() and (failure is not None or _failure_in(state) is not None):
-                void.append(request)
-        return void
-
-    def failed(self) -> list[Any]:
-        """List the requests that end with an error."""
-        return [one for name, one in self._requests.items() if _failure_in(self.leases.state(name)) is not None]
-
-    def has_failed(self, request: Any) -> bool:
-        """Return whether a request ends with an error."""
-        return self._has(request) and _failure_in(self.leases.state(request.rid)) is not None
-
-    def forget(self, request: Any) -> Failure:
-        """Forget a request that ends with an error; returns the reason."""
-        failure = _failure_in(self.leases.state(request.rid))
-        assert failure is not None
-        self._release(request.rid)
-        self._complain(failure.code, "request failed", request=request.rid, code=failure.code, error=failure.message)
-        return failure
+        """Take note of the step's failures; return the requests for which it is void."""
+        if self.leases is not None:
+            for name, failure in self._failures.items():
+                self.leases.fail_step(name, failure)
+        return [one for one in requests if one.rid in self._failures and not one.finished()]
 
     def keep(self, requests: Sequence[Any]) -> None:
         """Release the adapters of all requests but these; the others have ended."""
@@ -113,17 +129,45 @@ class ScheduledAdapters:
         for name in [name for name, request in self._requests.items() if id(request) not in alive]:
             self._release(name)
 
+    def look_ahead(self, waiting: Sequence[Any], is_idle: bool) -> None:
+        """Prefetch for waiting requests. An idle scheduler rests a little: SGLang would ask again at once."""
+        if self.leases is not None:
+            self.leases.expect(one.rid for one in waiting)
+            if is_idle and self.leases.num_waiting:
+                time.sleep(IDLE_SECONDS)
+
+    def close(self) -> None:
+        """Leave the server."""
+        if self.leases is not None:
+            self.leases.close()
+        self.manager.close()
+
     def _has(self, request: Any) -> bool:
         return self._requests.get(request.rid) is request  # a rid may be used again
 
     def _release(self, name: str) -> None:
-        self.leases.release(name)
+        if self.leases is not None:
+            self.leases.release(name)
         del self._requests[name]
 
 
-def _failure_in(state: RequestState | None) -> Failure | None:
-    """Return why a request ends. Where the base model would answer, too: SGLang's answers have no place to say so."""
-    return state.failure if state is not None and state.phase in (Phase.FAILED, Phase.BASE_MODEL) else None
+def _verdicts(leases: AdapterLeases | None, waiting: Sequence[Any]) -> dict[str, Verdict]:
+    """Tell what rank 0 knows of waiting requests. Where the base model would answer a request, it ends: SGLang's
+    answers have no place to say so."""
+    assert leases is not None
+    verdicts = {}
+    for name in (request.rid for request in waiting):
+        is_ready, state = leases.is_ready(name), leases.state(name)
+        assert state is not None
+        failure = state.failure if state.phase in (Phase.FAILED, Phase.BASE_MODEL) else None
+        if is_ready or failure is not None:
+            verdicts[name] = Verdict(state.version, state.start, failure)
+    return verdicts
+
+
+def _plan(leases: AdapterLeases | None, names: Sequence[str]) -> StepPlan:
+    assert leases is not None
+    return leases.plan(names)
 
 
 # -- the scheduler
@@ -151,9 +195,11 @@ def _init(original: Any) -> Callable[..., None]:
             )
         # it then passes over requests that `_process_batch_result` took off their batch, also of a decoding step
         self.batch_result_processor = replace(self.batch_result_processor, enable_overlap=True)
-        names = base_names(server_args.served_model_name or server_args.model_path, server_args.model_path)
-        leases = AdapterLeases(replace(found, served_names=names), _tokenizer_of(self))
-        setattr(self, ADAPTERS, ScheduledAdapters(leases, manager))
+        ranks, leases = RankGroup(get_parallel().tp_group.cpu_group), None
+        if ranks.is_first:
+            names = base_names(server_args.served_model_name or server_args.model_path, server_args.model_path)
+            leases = AdapterLeases(replace(found, served_names=names), _tokenizer_of(self))
+        setattr(self, ADAPTERS, ScheduledAdapters(leases, manager, ranks))
 
     return init
 
@@ -188,18 +234,16 @@ def _can_schedule(original: Any, adapters: ScheduledAdapters, self: Any, req: An
 
 @ours(_adapters)
 def _get_next_batch_to_run(original: Any, adapters: ScheduledAdapters, self: Any, *args: Any, **kwargs: Any) -> Any:
-    failed = {id(one) for one in adapters.failed()}
-    ended = [one for one in self.waiting_queue if id(one) in failed]
-    self.waiting_queue = [one for one in self.waiting_queue if id(one) not in failed]
-    for one in ended:
-        _abort(self, one, adapters.forget(one))
+    ended = adapters.decide(self.waiting_queue)
+    gone = {id(one) for one, _ in ended}
+    self.waiting_queue = [one for one in self.waiting_queue if id(one) not in gone]
+    for one, failure in ended:
+        _abort(self, one, failure)
     plan = original(*args, **kwargs)
     running = [*plan.running_batch.reqs, *(plan.batch_to_run.reqs if plan.batch_to_run else ())]
     chunked = [] if self.chunked_req is None else [self.chunked_req]
     adapters.keep([*self.waiting_queue, *running, *chunked])
-    adapters.leases.expect(one.rid for one in self.waiting_queue)
-    if plan.batch_to_run is None and adapters.leases.num_waiting:
-        time.sleep(IDLE_SECONDS)  # SGLang would ask again at once
+    adapters.look_ahead(self.waiting_queue, is_idle=plan.batch_to_run is None)
     return plan
 
 
@@ -214,7 +258,7 @@ def _run_batch(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any
 
 @ours(_adapters)
 def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any, result: Any) -> None:
-    """Remove each request with a void result from the batch, free its KV cache, then requeue or abort it."""
+    """Remove each request with a void result from the batch, free its KV cache, and queue it again."""
     void = adapters.settle(batch.reqs)
     if void and batch.return_logprob and batch.forward_mode.is_extend():
         # SGLang finds a prompt's logprobs by counting those of the requests before it
@@ -231,10 +275,7 @@ def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any,
     batch.filter_batch(reqs_to_exclude=void)
     batch.batch_is_full = self.running_batch.batch_is_full = False
     for request in void:
-        if adapters.has_failed(request):
-            _abort(self, request, adapters.forget(request))
-        else:
-            self._add_request_to_queue(request, is_retracted=True)
+        self._add_request_to_queue(request, is_retracted=True)  # where it ends if it has failed
 
 
 def _abort(scheduler: Any, request: Any, failure: Failure) -> None:
@@ -247,6 +288,5 @@ def _abort(scheduler: Any, request: Any, failure: Failure) -> None:
 
 @ours(_adapters)
 def _release_host_resources(original: Any, adapters: ScheduledAdapters, self: Any) -> None:
-    adapters.leases.close()
-    adapters.manager.close()
+    adapters.close()
     original()

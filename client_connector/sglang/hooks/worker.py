@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import Any
 
+from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.model_executor import model_runner
@@ -15,14 +16,21 @@ from client_connector.directory import AdapterDirectory
 from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
-from client_connector.serving.modules import attach
+from client_connector.serving.modules import attach, rank_window
 from client_connector.serving.plan import Failure, StepPlan
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap
 from client_connector.sglang.hooks.experts import attach_experts
+from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec, Site
 
+PADDED = {  # sizes in a model's configuration, and where SGLang keeps what they were
+    "num_attention_heads": "original_num_attention_heads",
+    "num_key_value_heads": "original_total_num_kv_heads",
+    "intermediate_size": "original_intermediate_size",
+    "moe_intermediate_size": "original_moe_intermediate_size",
+}
 NO_ROWS: tuple[list[str], list[int], list[int]] = ([], [], [])
 IN_SERVER = "the LoRA server manages adapters: add, update and remove them there"
 
@@ -48,11 +56,12 @@ class SglangLoRAManager:
             slo_class=found.slo_class,
         )
         client = Client(server, found.timeout_seconds)
+        _check_unpadded(base_hf_config)
         check_geometry(base_hf_config.to_dict(), client.terms.spec)
         self._directory = AdapterDirectory(found.address, timings=found.timings)
         self._forward = PlannedPass(client, self._directory.ready, found.timings.outage_step)
         self._expected = NO_ROWS
-        attach("SGLang", base_model, self._forward, FusedMoE, attach_experts, _all_columns)
+        attach("SGLang", base_model, self._forward, FusedMoE, attach_experts, _window)
 
     # -- the scheduler's step
 
@@ -117,9 +126,33 @@ class SglangLoRAManager:
         self._directory.close()
 
 
-def _all_columns(module: Any, spec: ModelSpec, site: Site) -> Window:
-    """Return all columns: a worker without tensor parallelism, which `arguments` asks for, has them."""
-    return Window(0, ((0, spec.out_width(site)),))
+def _check_unpadded(config: Any) -> None:
+    """Raise ConfigError where SGLang has changed the model's sizes so that its ranks on CPUs share them evenly."""
+    for name, original in PADDED.items():
+        was, now = getattr(config, original, None), getattr(config, name, None)
+        if was is not None and was != now:
+            raise ConfigError(
+                f"{name}: SGLang pads the model's {was} to {now} for its tensor-parallel ranks on CPUs, expected a "
+                "--tp-size for which it does not"
+            )
+
+
+def _window(module: Any, spec: ModelSpec, site: Site) -> Window:
+    """Return the columns of this tensor-parallel rank; raises ConfigError where its module has others."""
+    rank, size = get_group_rank_size(getattr(module, "tp_group", None))
+    window = rank_window(spec, site, rank, size, getattr(module, "num_kv_head_replicas", 1))
+    got = (
+        getattr(module, "input_size_per_partition", module.input_size),
+        getattr(module, "output_size_per_partition", module.output_size),
+    )
+    own_inputs = spec.in_width(site) // size if site.projection in ("o", "down") else spec.in_width(site)
+    expected = own_inputs, sum(end - begin for begin, end in window.out)
+    if got != expected:
+        raise ConfigError(
+            f"{site}: rank {rank} of {size} has {got[0]} input and {got[1]} output columns, expected {expected[0]} and "
+            f"{expected[1]}; a tensor-parallel size that divides the model's heads and ffn is needed"
+        )
+    return window
 
 
 def install(wrap: Wrap) -> None:

@@ -22,13 +22,12 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from client_connector.directory import AdapterDirectory, as_uri
-from client_connector.events import EventFollower
+from client_connector.directory import as_uri
 from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
-from client_connector.serving.settings import ADDRESS, BASE_MODEL, ERROR, KEY, Settings, tenant_and_name
-from client_connector.serving.tenants import CALLER
+from client_connector.serving.settings import BASE_MODEL, ERROR, KEY, Settings, tenant_and_name
+from client_connector.serving.tenants import CALLER, as_caller
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.settings import of_engine
@@ -40,14 +39,12 @@ from lora_server.errors import (
     UnknownAdapterError,
 )
 from lora_server.merged import find_merged
-from lora_server.wire.credentials import Credentials
 
 # at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
 REQUESTS = Counter("lora_server_requests", "Requests that did not get their adapter's answer", ["outcome"])
 NAME_SECONDS = Histogram("lora_server_name_seconds", "Time that looking up the adapter's name of a request took")
 MANY = 1 << 20  # of adapters in one batch; nothing is allocated for them
-_DIRECTORY = "lora_server_directory"  # attributes of an OpenAIServingModels of ours
-LOOKUP = f"{KEY}_lookup"
+LOOKUP = f"{KEY}_lookup"  # attribute of an OpenAIServingModels of ours
 
 
 def install(wrap: Wrap) -> None:
@@ -116,11 +113,7 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, engine_client, *args, **kwargs)
         found = of_engine(getattr(engine_client, "vllm_config", None))
         if found is not None:
-            directory = AdapterDirectory(found.address, timings=found.timings)
-            setattr(self, _DIRECTORY, directory)
-            known = EventFollower(found.address, timings=found.timings).known
-            lookup = Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)
-            setattr(self, LOOKUP, lookup)
+            setattr(self, LOOKUP, Lookup.of(found))
             self.lora_server_added = set()  # names that this engine's API brought to the server
             record = find_merged(engine_client.vllm_config.model_config.model)
             if record is not None:
@@ -165,14 +158,12 @@ async def _check_model(original: Any, lookup: Lookup, self: Any, request: Any) -
     return None
 
 
-def _directory(models: Any) -> AdapterDirectory | None:
-    return getattr(models, _DIRECTORY, None)
+def _lookup(models: Any) -> Lookup | None:
+    return getattr(models, LOOKUP, None)
 
 
-@ours(_directory)
-async def _load(
-    original: Any, directory: AdapterDirectory, self: Any, request: Any, base_model_name: str | None = None
-) -> Any:
+@ours(_lookup)
+async def _load(original: Any, lookup: Lookup, self: Any, request: Any, base_model_name: str | None = None) -> Any:
     """Register a path on the server, for all its engines; only list a name of the server's own."""
     if CALLER.get() is not None:
         return await asyncio.to_thread(_load_as_caller, request)
@@ -182,9 +173,9 @@ async def _load(
     name, path = request.lora_name, request.lora_path
     try:
         if path in (name, f"{KEY}:{name}"):
-            adapter = await asyncio.to_thread(directory.get, name)
+            adapter = await asyncio.to_thread(lookup.directory.get, name)
         else:
-            adapter = await asyncio.to_thread(directory.add, name, as_uri(path))
+            adapter = await asyncio.to_thread(lookup.directory.add, name, as_uri(path))
             self.lora_server_added.add(name)
     except LoraServerError as error:
         return _refusal(error)
@@ -192,29 +183,28 @@ async def _load(
     return f"Success: LoRA adapter '{name}' added successfully."
 
 
-@ours(_directory)
-async def _unload(original: Any, directory: AdapterDirectory, self: Any, request: Any) -> Any:
+@ours(_lookup)
+async def _unload(original: Any, lookup: Lookup, self: Any, request: Any) -> Any:
     """Remove from the server what this engine's API added there."""
     if CALLER.get() is not None:
         answer = await asyncio.to_thread(_unload_as_caller, request)
-        getattr(self, LOOKUP).forget(request.lora_name)
+        lookup.forget(request.lora_name)
         return answer
     if request.lora_name in self.lora_server_added:
         try:
-            await asyncio.to_thread(directory.remove, request.lora_name)
+            await asyncio.to_thread(lookup.directory.remove, request.lora_name)
         except UnknownAdapterError:
             pass  # removed elsewhere: done
         except LoraServerError as error:
             return _refusal(error)
         self.lora_server_added.discard(request.lora_name)
-        getattr(self, LOOKUP).forget(request.lora_name)  # its event may come later
+        lookup.forget(request.lora_name)  # its event may come later
     return await original(request)
 
 
 def _load_as_caller(request: Any) -> Any:
-    """Load with the caller's token: the adapter is its tenant's, and the server checks its rights."""
     try:
-        with closing(_as_caller()) as directory:
+        with closing(as_caller()) as directory:
             added = directory.add(request.lora_name, as_uri(request.lora_path))
     except LoraServerError as error:
         return _refusal(error)
@@ -223,17 +213,11 @@ def _load_as_caller(request: Any) -> Any:
 
 def _unload_as_caller(request: Any) -> Any:
     try:
-        with closing(_as_caller()) as directory:
+        with closing(as_caller()) as directory:
             directory.remove(request.lora_name)
     except LoraServerError as error:
         return _refusal(error)
     return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
-
-
-def _as_caller() -> AdapterDirectory:
-    caller = CALLER.get()
-    assert caller is not None
-    return AdapterDirectory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
 
 
 def _model_name(original: Any) -> Callable[..., Any]:
@@ -245,15 +229,15 @@ def _model_name(original: Any) -> Callable[..., Any]:
     return model_name
 
 
-@ours(_directory)
-async def _show(original: Any, directory: AdapterDirectory, self: Any) -> Any:
+@ours(_lookup)
+async def _show(original: Any, lookup: Lookup, self: Any) -> Any:
     """List on /v1/models what the server has, also adapters that no request has named yet."""
     models = await original()
     caller = CALLER.get()
     if caller is not None:  # names that other tenants asked for stay theirs
         models.data = [card for card in models.data if self.is_base_model(card.id)]
     try:
-        listed = await asyncio.to_thread(directory.list, caller.tenant if caller is not None else "")
+        listed = await asyncio.to_thread(lookup.directory.list, caller.tenant if caller is not None else "")
     except (PermissionDeniedError, ServerUnavailableError):  # the tenant was removed, for example
         return models
     known = {card.id for card in models.data}

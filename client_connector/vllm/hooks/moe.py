@@ -20,13 +20,11 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.platforms import current_platform
 
-from client_connector.packing import Window
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.wrapping import Wrap
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
-from lora_server.spec import ModelSpec, Site
 
 PACKED_ROWS = 16
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS, as vLLM's own kernel has them
@@ -190,15 +188,12 @@ def attach_experts(runner: Any, forward: PlannedPass, layer: int) -> None:
 
 def remote_experts(config: Any, forward: PlannedPass, layer: int, weighted_input: bool) -> RemotePunica:
     """Make one rank's exchanges: their windows are its ffn columns, unless the ranks divide the experts instead."""
-    spec: ModelSpec = forward.client.terms.spec
-    rank, ffn = config.moe_parallel_config.tp_rank, spec.ffn_at(layer)
-    size = config.intermediate_size_per_partition_unpadded
+    ffn = forward.client.terms.spec.ffn_at(layer)
+    rank, size = config.moe_parallel_config.tp_rank, config.intermediate_size_per_partition_unpadded
     begin, end = min(rank * size, ffn), min((rank + 1) * size, ffn)
     if begin == end:
         raise ConfigError(f"layer {layer}: tensor-parallel rank {rank} has no columns of its experts; use fewer ranks")
-    gate_up = Window(0, ((begin, end), (ffn + begin, ffn + end)))
-    down = Window(begin, ((0, spec.out_width(Site(layer, "down"))),))
-    return RemotePunica(forward, layer, gate_up, down, end - begin, weighted_input)
+    return RemotePunica.of_columns(forward, layer, begin, end, weighted_input)
 
 
 def _context(config: Any, remote: RemotePunica) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -21,15 +21,15 @@ from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
 from client_connector.serving.launched import LaunchedPass, check_launches
-from client_connector.serving.modules import attach
-from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
+from client_connector.serving.modules import attach, rank_window
+from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN
 from client_connector.serving.planned import PlannedPass
+from client_connector.serving.ranks import RankGroup
 from client_connector.serving.settings import Settings
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.amx import ask_for_amx
 from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
-from lora_server.errors import ShardUnavailableError
 from lora_server.merged import find_merged
 from lora_server.spec import ModelSpec, Site
 from lora_server.wire.terms import Terms
@@ -70,7 +70,7 @@ class RemoteLoRAManager:
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
         """Hook the sites of the model and return the model itself."""
-        attach("vLLM", model, self.forward, MoERunner, attach_experts, linear_window)
+        attach("vLLM", model, self.forward, MoERunner, attach_experts, _window)
         tell(self.forward.client)
         return model
 
@@ -140,28 +140,20 @@ def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_co
     )
 
 
+def _ranks() -> RankGroup:
+    return RankGroup(get_tp_group().cpu_group)
+
+
 def tell(client: Client) -> None:
     """Log one line per engine, from its first tensor-parallel rank. All ranks must call it."""
-    group, said = get_tp_group(), client.described()
-    transports = [said["transport"]] * group.world_size
-    if group.world_size > 1:
-        torch.distributed.all_gather_object(transports, said["transport"], group=group.cpu_group)
-    if group.rank_in_group == 0:
+    ranks, said = _ranks(), client.described()
+    transports = ranks.gather(said["transport"])
+    if ranks.is_first:
         log.info("attached to the LoRA server", **said | {"transport": by_value(dict(enumerate(transports)), "rank")})
 
 
-def linear_window(module: Any, spec: ModelSpec, site: Site) -> Window:
-    """Return the columns of a dense site that a tensor-parallel rank has."""
-    rank, size = module.tp_rank, module.tp_size
-    if size == 1 or site.projection in ("o", "down"):
-        return Window(rank * spec.in_width(site) // size, ((0, spec.out_width(site)),))
-    replicas = getattr(module, "num_kv_head_replicas", 1)
-    parts = []
-    for section in spec.sections(site):
-        own, of = (rank // replicas, size // replicas) if section.name in ("k", "v") else (rank, size)
-        width = (section.end - section.begin) // of
-        parts.append((section.begin + own * width, section.begin + (own + 1) * width))
-    return Window(0, tuple(parts))
+def _window(module: Any, spec: ModelSpec, site: Site) -> Window:
+    return rank_window(spec, site, module.tp_rank, module.tp_size, getattr(module, "num_kv_head_replicas", 1))
 
 
 # -- the model runner
@@ -225,7 +217,7 @@ def _execute_model(
     manager.forward.receive(plan)
     output = original(scheduler_output, *args, **kwargs)
     failures = manager.forward.end()
-    self.lora_server_failures = _agree(failures, plan.rows.keys()) if plan.rows else {}
+    self.lora_server_failures = _ranks().agree(failures) if plan.rows else {}
     return _with_failures(output, self)
 
 
@@ -239,19 +231,6 @@ def _with_failures(output: Any, runner: Any) -> Any:
         setattr(getattr(output, "_model_runner_output", output), FAILURES, runner.lora_server_failures)
         runner.lora_server_failures = {}
     return output
-
-
-def _agree(failures: dict[str, Failure], planned: Sequence[str] | Any) -> dict[str, Failure]:
-    """Make all tensor-parallel ranks agree on failures: they sum deltas, so one that lacks its own voids the result."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return failures
-    flag = torch.tensor([len(failures)], dtype=torch.int64)
-    torch.distributed.all_reduce(flag, group=group.cpu_group)
-    if int(flag) and not failures:
-        error = ShardUnavailableError("a step of another tensor-parallel rank failed; its log says why")
-        return {req_id: Failure.of(error) for req_id in planned}
-    return failures
 
 
 @ours(_remote)

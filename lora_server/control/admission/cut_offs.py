@@ -28,7 +28,7 @@ class CutOffs:
             self._until.setdefault(handle, deadlines[handle] - since_1970)
 
     def over(self) -> list[int]:
-        """Return the handles whose deadline has passed."""
+        """Return the handles past their deadline."""
         return [handle for handle, until in self._until.items() if until <= self._clock.now()]
 
     def forget(self, handle: int) -> None:

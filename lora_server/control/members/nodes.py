@@ -37,7 +37,7 @@ class NodeTable:
         self._lock = threading.Lock()
 
     def check(self, rank: int, digest: str) -> None:
-        """Raise ConfigError for a node whose flags have another digest."""
+        """Raise ConfigError if a node's flags have another digest."""
         if digest != self.agreement.digest():
             raise ConfigError(
                 f"node {rank}: started with other settings than the controller's ({self.agreement.describe()}); start "

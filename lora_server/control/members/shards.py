@@ -325,7 +325,7 @@ class ShardTable:
             return dict(self._live)
 
     def heard_from(self, handle: ShardHandle) -> None:
-        """Note that a message of a shard came, whose reports may wait to be applied."""
+        """Note that a shard's message came; what it reports may wait to be applied."""
         handle.heard = self._clock.now()
 
     def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
