@@ -46,8 +46,14 @@ CALLERS = [
     (f"`{TLS_CA}`", "CA that signed the server's certificate; it turns TLS on"),
     (f"`{TLS_CERT}`, `{TLS_KEY}`", "The caller's certificate and key, where the server has `--tls-client-ca`"),
     (f"`{TLS_NAME}`", "Name in the server's certificate, if it differs from the address"),
-    (f"`{TENANT_HEADER}`", "The header in which a gateway names the tenant of a request to an engine ([vLLM](vllm.md#tenants))"),
-    (f"`{TENANTS}`", "SGLang: true: callers show a token, and get their tenant's adapters ([SGLang](sglang.md#tenants))"),
+    (
+        f"`{TENANT_HEADER}`",
+        "The header in which a gateway names the tenant of a request to an engine ([vLLM](vllm.md#tenants))",
+    ),
+    (
+        f"`{TENANTS}`",
+        "SGLang: with `true` callers show a token, and get their tenant's adapters ([SGLang](sglang.md#tenants))",
+    ),
 ]
 HEAD = ("Flag", "Default", "Meaning", "Value")
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}

@@ -61,7 +61,7 @@ class Layout:
         return range(shard % self.width, self.num_shards, self.width)
 
     def unserved(self, down: Collection[int]) -> list[int]:
-        """Return the shards of the first replica that has all its twins among these, too."""
+        """Return the shards of the first replica whose twins are all among these, too."""
         return [shard for shard in range(self.width) if all(twin in down for twin in self.twins(shard))]
 
     def stage(self, shard: int) -> int:

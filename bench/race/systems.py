@@ -152,6 +152,7 @@ def _start_sglang(system: System, work: Path, paths: dict[str, str]) -> dict[str
         "context_length": 512,
         "max_running_requests": BATCH,
         "max_total_tokens": BATCH * 512,
+        "mem_fraction_static": 0.98,  # what the others take while it starts counts against it
         "disable_radix_cache": True,
         "sleep_on_idle": True,  # else its scheduler takes a core while the others have their turn
         "log_level": "warning",

@@ -29,7 +29,7 @@ class RemoteExperts:
 
     @classmethod
     def of_columns(cls, forward: PlannedPass, layer: int, begin: int, end: int, weighted_input: bool = False) -> Self:
-        """Make those of a rank that has the ffn columns from `begin` to `end` of each of its experts."""
+        """Make the remote experts of a rank that has the ffn columns from `begin` to `end` of each of its experts."""
         spec = forward.client.terms.spec
         ffn = spec.ffn_at(layer)
         gate_up = Window(0, ((begin, end), (ffn + begin, ffn + end)))

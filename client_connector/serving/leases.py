@@ -120,6 +120,11 @@ class AdapterLeases:
         self._driver.resume(request)
         return request.state.is_ready
 
+    def is_held(self, request_id: str) -> bool:
+        """Return whether a request's adapter is held now. Unlike `is_ready` it asks for nothing."""
+        request = self._requests.get(request_id)
+        return request is not None and request.held_in(self._session.current) is not None
+
     @property
     def num_waiting(self) -> int:
         """The number of requests that wait for capacity, for weights or for the server's answer."""

@@ -33,7 +33,7 @@ class Lookup:
 
     @classmethod
     def of(cls, found: Settings) -> Lookup:
-        """Make that of an engine's front end, with a directory of its own; it follows the server's events."""
+        """Make the lookups of an engine's front end, with a directory of their own; they follow the server's events."""
         directory = AdapterDirectory(found.address, timings=found.timings)
         known = EventFollower(found.address, timings=found.timings).known
         return cls(directory, found.timeout_seconds, look_seconds=found.timings.lookup, known=known)

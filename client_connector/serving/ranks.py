@@ -1,6 +1,7 @@
-"""The tensor-parallel ranks of an engine: what one of them decides, and what all of them have seen, on each.
+"""The tensor-parallel ranks of an engine: rank 0 decides for all of them, and all pool the failures that each saw.
 
-All ranks must make the same calls in the same order; objects travel by the engine's own group for CPUs.
+All ranks must make the same calls in the same order. Objects travel by the engine's own group for CPUs, which ends each
+wait after a time of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The ranks that compute one model together. The engine's group has the time limit of every wait here."""
+    """The ranks that compute one model together."""
 
     def __init__(self, group: distributed.ProcessGroup | None) -> None:
         """`group` None: an engine with a single rank."""
@@ -47,7 +48,7 @@ class RankGroup:
     def agree(self, failures: dict[str, Failure]) -> dict[str, Failure]:
         """Return, by request, the failures of all ranks: they sum deltas, so one that lacks its own voids the result.
 
-        Of several of one request, the first that is its own adapter's counts.
+        If several ranks failed the same request, the first failure that is not RETRY counts.
         """
         if self._group is None:
             return failures

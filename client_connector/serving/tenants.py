@@ -2,8 +2,7 @@
 
 The caller is known by `Authorization: Bearer ls_...`, a token of the LoRA server, or by a header that a gateway in
 front sets, where LORA_SERVER_TENANT_HEADER names it. An unknown caller gets nothing but health. The engine acquires on
-behalf of the tenant: the adapter's name becomes `tenant|name`, in the request's body or in the engine's own hooks; no
-adapter's name contains a `|`.
+behalf of the tenant: it knows the adapter as `tenant|name`; no adapter's name contains a `|`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -38,7 +37,8 @@ log = structlog.get_logger()
 class EngineApi:
     """The paths of an engine's API, by the kind of caller that may use them.
 
-    `is_base_model` tests a base model's name; None: the body stays as it is, since the engine's hooks read CALLER.
+    `adapt` returns the body of a call to a compute path as the engine shall get it: the same object if it stays as it
+    is. It raises RefusedCall for what the caller may not say.
     """
 
     health: frozenset[str]
@@ -46,7 +46,7 @@ class EngineApi:
     publish: frozenset[str]
     models: str
     metrics: str
-    is_base_model: Callable[[Message, str], bool] | None = None  # ASGI scope, name
+    adapt: Callable[[Message, dict[str, Any], Caller], dict[str, Any]]  # ASGI scope, body, caller
 
 
 class Caller(NamedTuple):
@@ -147,14 +147,10 @@ class TenantMiddleware:
             raise RefusedCall(
                 403, f"{method} {path[:100]}: not for tenants; expected one of {api.models}, /v1/completions, ..."
             )
-        if api.is_base_model is None or path not in api.compute:
-            return receive
-        return await self._as_tenants(scope, receive, caller, api.is_base_model)
+        return await self._adapted(scope, receive, caller) if path in api.compute else receive
 
-    async def _as_tenants(
-        self, scope: Message, receive: Receive, caller: Caller, is_base_model: Callable[[Message, str], bool]
-    ) -> Receive:
-        """Put the tenant in front of the model's name, unless that is the base model's."""
+    async def _adapted(self, scope: Message, receive: Receive, caller: Caller) -> Receive:
+        """Read the body, have the engine's `adapt` change it, and hand it on."""
         body = await _body(receive)
         try:
             asked = json.loads(body or b"{}")
@@ -163,9 +159,9 @@ class TenantMiddleware:
             raise RefusedCall(400, "got no JSON object, expected one with a model") from None
         if not isinstance(model, str) or OF in model:
             raise RefusedCall(400, f"model: got {str(model)[:100]!r}, expected a name")
-        if caller.tenant and model and not is_base_model(scope, model):
-            asked["model"] = f"{caller.tenant}{OF}{model}"
-            body = json.dumps(asked).encode()
+        adapted = self._api.adapt(scope, asked, caller)
+        if adapted is not asked:
+            body = json.dumps(adapted).encode()
         scope["headers"] = [one for one in scope["headers"] if one[0].lower() != b"content-length"]
         scope["headers"].append((b"content-length", str(len(body)).encode()))
         sent = False

@@ -18,10 +18,15 @@ def register() -> None:
     Ends the process where that fails: SGLang logs what a plugin raises, and serves on without it.
     """
     from client_connector.serving.settings import ADDRESS
+    from client_connector.sglang.tenants import TENANTS, has_tenants
 
-    if not os.environ.get(ADDRESS):
-        return
     try:
+        if not os.environ.get(ADDRESS):
+            if has_tenants(os.environ):
+                sys.exit(
+                    f"lora-server: {ADDRESS}: got none with {TENANTS}, expected the LoRA server that knows the tokens"
+                )
+            return
         from client_connector.sglang.hooks import install
 
         install.install()

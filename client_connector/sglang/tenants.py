@@ -1,15 +1,40 @@
-"""One SGLang for many tenants: what each kind of caller may use of its API, where LORA_SERVER_TENANTS is true."""
+"""One SGLang for many tenants, where LORA_SERVER_TENANTS is true: what each kind of caller may use of its API."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from client_connector.serving.tenants import EngineApi
+from client_connector.serving.http import Message
+from client_connector.serving.tenants import Caller, EngineApi, RefusedCall
 from lora_server.errors import ConfigError
 
 TENANTS = "LORA_SERVER_TENANTS"
+# fields of a body, and starts of headers, by which a request acts on the engine or on other requests: SGLang ends all
+# requests with an id that begins as that of a caller that hangs up
+FIELDS = ("rid", "session_id", "session_params", "priority", "data_parallel_rank", "custom_logit_processor")
+HEADERS = (b"x-override-", b"x-data-parallel-rank")
+
+
+def has_tenants(environment: Mapping[str, str]) -> bool:
+    """Return whether callers have to show tokens; raises ConfigError for a value that is neither true nor false."""
+    value = environment.get(TENANTS, "").lower()
+    if value not in ("", "true", "false"):
+        raise ConfigError(f"{TENANTS}: got {value!r}, expected true or false")
+    return value == "true"
+
+
+def _adapt(scope: Message, asked: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """Leave the body as it is: hooks of the front end put the tenant in front of adapters' names."""
+    fields = [name for name in FIELDS if asked.get(name) is not None]
+    headers = [name.decode("latin-1") for name, _ in scope["headers"] if name.lower().startswith(HEADERS)]
+    if (fields or headers) and (caller.tenant or caller.role != "admin"):
+        raise RefusedCall(403, f"{(fields + headers)[0]}: not for tenants, expected a request without it")
+    return asked
+
+
 API = EngineApi(
-    health=frozenset({"/health", "/ping"}),
+    health=frozenset({"/health", "/health_generate", "/ready", "/ping"}),
     compute=frozenset(
         {
             *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"),
@@ -19,12 +44,5 @@ API = EngineApi(
     publish=frozenset({"/load_lora_adapter", "/unload_lora_adapter"}),
     models="/v1/models",
     metrics="/metrics",
+    adapt=_adapt,
 )
-
-
-def has_tenants(environment: Mapping[str, str]) -> bool:
-    """Return whether callers have to show tokens; raises ConfigError for a value that is neither true nor false."""
-    value = environment.get(TENANTS, "false").lower()
-    if value not in ("true", "false"):
-        raise ConfigError(f"{TENANTS}: got {value!r}, expected true or false")
-    return value == "true"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from client_connector.serving.http import AsgiApp, Message
-from client_connector.serving.tenants import EngineApi, TenantMiddleware
+from client_connector.serving.settings import OF
+from client_connector.serving.tenants import Caller, EngineApi, TenantMiddleware
 
 COMPUTE_PATHS = frozenset(
     {
@@ -14,8 +17,12 @@ COMPUTE_PATHS = frozenset(
 )
 
 
-def _is_base_model(scope: Message, model: str) -> bool:
-    return bool(scope["app"].state.openai_serving_models.is_base_model(model))
+def _adapt(scope: Message, asked: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """Put the tenant in front of the model's name, unless that is the base model's."""
+    model = asked.get("model")
+    if not caller.tenant or not model or scope["app"].state.openai_serving_models.is_base_model(model):
+        return asked
+    return asked | {"model": f"{caller.tenant}{OF}{model}"}
 
 
 API = EngineApi(
@@ -24,7 +31,7 @@ API = EngineApi(
     publish=frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}),
     models="/v1/models",
     metrics="/metrics",
-    is_base_model=_is_base_model,
+    adapt=_adapt,
 )
 
 

@@ -123,18 +123,25 @@ def holders(server) -> int:
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
+    ("flag", "environment", "words"),
     [
-        (("--pp-size", "2"), "pp_size: got 2, expected 1"),
-        (("--enable-mixed-chunk",), "enable_mixed_chunk: got True"),
-        (("--lora-paths", "law=/tmp"), "lora_paths: got"),
-        (("--enable-streaming-session",), "enable_streaming_session: got True"),
+        (("--pp-size", "2"), {}, "pp_size: got 2, expected 1"),
+        (("--nnodes", "2"), {}, "nnodes: got 2, expected 1"),
+        (("--enable-mixed-chunk",), {}, "enable_mixed_chunk: got True"),
+        (("--lora-paths", "law=/tmp"), {}, "lora_paths: got"),
+        (("--enable-streaming-session",), {}, "enable_streaming_session: got True"),
+        (("--grpc-port", "9"), {}, "grpc_port: got 9"),
+        ((), {"SGLANG_GRPC_PORT": "9"}, "SGLANG_GRPC_PORT: got 9"),
+        (("--api-key", "x"), {"LORA_SERVER_TENANTS": "true"}, "api_key: got one with LORA_SERVER_TENANTS"),
+        ((), {"LORA_SERVER_TENANTS": "yes"}, "LORA_SERVER_TENANTS: got 'yes', expected true or false"),
+        ((), {"LORA_SERVER_TENANTS": "true", "LORA_SERVER_ADDRESS": ""}, "LORA_SERVER_ADDRESS: got none"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(load, server, flag, words):
+def test_what_is_not_supported_is_refused_in_one_line(load, server, flag, environment, words):
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(load.base), *flag]
     command += [word for name, value in FLAGS.items() for word in (f"--{name}", value)]
-    environment = os.environ | {"LORA_SERVER_ADDRESS": server.address, "SGLANG_USE_CPU_ENGINE": "1"}
+    own = {"LORA_SERVER_ADDRESS": server.address, "SGLANG_USE_CPU_ENGINE": "1"}
+    environment = os.environ | own | environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("lora-server: ")]

@@ -30,6 +30,7 @@ def test_one_engine_serves_tenants_apart(load, tmp_path):
             return post(token, "/v1/completions", model=model, prompt=prompt, **body)
 
         assert complete("", "base", [1, 2])[0] == complete("ls_wrong", "base", [1, 2])[0] == 401
+        assert complete(tokens["", Role.ADMIN], "base", [1, 2], rid="mine")[0] == 200
         admin = tokens["", Role.ADMIN]
         for tenant, name in zip(OTHER, (first, second), strict=True):
             path = str(load.paths[name])
@@ -53,11 +54,14 @@ def test_one_engine_serves_tenants_apart(load, tmp_path):
             assert complete(token, "base", prompt)[0] == 200
             listed = {card["id"] for card in engine.request("GET", "/v1/models", token=token)[1]["data"]}
             assert listed == {"base", f"{tenant}/bot", *load.paths}
-            for stolen in (f"{other}/bot", f"{other}|bot"):
+            for stolen, status in ((f"{other}/bot", 404), (f"{other}|bot", 400)):
                 for said in ({"model": stolen}, {"model": "base", "lora_path": stolen}):
                     code, answer = complete(token, prompt=prompt, **said)
-                    assert code == 404 and f"{other}/bot" not in str(answer).partition("known")[2], answer
-            for path in ("/generate", "/abort_request", "/v1/responses"):
+                    assert code == status and f"{other}/bot" not in str(answer).partition("known")[2], answer
+            for more in ({"rid": "a"}, {"priority": 1}, {"session_params": {"id": "x"}}):
+                code, answer = complete(token, "bot", prompt, **more)
+                assert code == 403 and f"{next(iter(more))}: not for tenants" in str(answer)
+            for path in ("/generate", "/abort_request", "/v1/responses", "/freeze_gc"):
                 code, answer = post(token, path, rid="", text="hello", lora_path=f"{other}|bot")
                 assert code == 403 and "not for tenants" in str(answer)
         code, answer = post(tokens["acme", Role.PUBLISHER], "/unload_lora_adapter", lora_name="bot")

@@ -108,7 +108,7 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
 
 
 def _overrides(kind: str, engine: str) -> dict[str, Any]:
-    """What an engine wants of a model; SGLang pads an ffn that its ranks on CPUs cannot share in multiples of 32."""
+    """Sizes that an engine needs. SGLang's ranks on CPUs share an ffn in multiples of 32, and pad any other."""
     if engine == "sglang":
         return {"intermediate_size": 128} | ({"moe_intermediate_size": 128} if kind == "qwen3_moe" else {})
     return tiny.FOR_VLLM if engine == "vllm" else {}

@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 from client_connector.serving.lookup import require_server
 from client_connector.serving.settings import ERROR, Settings, find
 from client_connector.serving.wrapping import Wrap, end_with_one_line
-from client_connector.sglang.tenants import has_tenants
+from client_connector.sglang.tenants import TENANTS, has_tenants
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.merged import find_merged
 
@@ -21,6 +21,7 @@ MAX_ADAPTERS = 1 << 20  # of one batch; nothing is allocated for them
 ONLY: dict[str, Any] = {
     "pp_size": 1,
     "dp_size": 1,
+    "nnodes": 1,
     "ep_size": 1,
     "moe_dp_size": 1,
     "attn_dp_size": 1,
@@ -41,6 +42,7 @@ ONLY: dict[str, Any] = {
     "use_ray": False,
     "smg_grpc_mode": False,
     "grpc_mode": False,
+    "grpc_port": None,
     "enable_streaming_session": False,
     "enable_torch_compile": False,
     "enable_two_batch_overlap": False,
@@ -77,10 +79,16 @@ def _resolve_once(original: Any) -> Callable[..., None]:
 
 def _check(args: Any, found: Settings) -> None:
     """Raise ConfigError, by name, for what is not supported."""
+    keys = [name for name in ("api_key", "admin_api_key") if getattr(args, name)] if has_tenants(os.environ) else []
+    if keys:
+        raise ConfigError(
+            f"{keys[0]}: got one with {TENANTS}, expected none: callers show their token where it would be"
+        )
     others = {
         "on_failure": (found.on_failure, ERROR),
         "transport gpu or nvshmem": (found.is_launched, False),
         "SGLANG_RUST_SERVER": (bool(envs.SGLANG_RUST_SERVER.get()), False),
+        "SGLANG_GRPC_PORT": (envs.SGLANG_GRPC_PORT.get(), None),
         "an adapter merged into the weights": (find_merged(args.model_path) is not None, False),
     }
     for name, (got, expected) in ({name: (getattr(args, name), one) for name, one in ONLY.items()} | others).items():
@@ -93,4 +101,5 @@ def _configure(args: Any) -> None:
     args.enable_lora, args.max_loras_per_batch, args.max_loaded_loras = True, MAX_ADAPTERS, None
     args.max_lora_rank, args.lora_target_modules = 1, ["all"]  # of weights that are never allocated
     args.disable_overlap_schedule = args.disable_cuda_graph = True
-    args.skip_server_warmup = args.skip_server_warmup or has_tenants(os.environ)  # its requests show no token
+    if has_tenants(os.environ):
+        args.skip_server_warmup = True  # its requests show no token

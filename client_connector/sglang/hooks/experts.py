@@ -20,13 +20,12 @@ EXPERTS = "lora_server_experts"  # attribute of a layer of ours
 def attach_experts(module: Any, forward: PlannedPass, layer: int) -> None:
     """Give a layer its remote experts; raises ConfigError for experts that `_moe_forward_native` does not compute."""
     weight, config = module.w13_weight, module.moe_runner_config
-    spec, size = forward.client.terms.spec, module.moe_tp_size
-    width, rest = divmod(spec.ffn_at(layer), size)
+    spec = forward.client.terms.spec
+    width = spec.ffn_at(layer) // module.moe_tp_size
     for name, got, expected in (
         ("device", weight.device.type, "cpu"),
         ("intel_amx", getattr(module, "use_intel_amx_backend", False), False),
         ("moe_ep_size", module.moe_ep_size, 1),
-        ("columns that tensor-parallel ranks do not share evenly", rest, 0),
         ("activation", config.activation, "silu"),
         ("gemm1_alpha", config.gemm1_alpha, None),
         ("w13_weight_bias", getattr(module, "w13_weight_bias", None) is not None, False),

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from client_connector.directory import as_uri
-from client_connector.serving.http import AsgiApp, answer_to, with_retry_after
+from client_connector.serving.http import AsgiApp, Message, Receive, Send, answer_to, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.settings import KEY, OF, find
 from client_connector.serving.tenants import CALLER, TenantMiddleware, as_caller
@@ -37,6 +38,7 @@ from lora_server.errors import LoraServerError, ServerUnavailableError, UnknownA
 # of SGLang's APIs, those that look at a model's name, and those that generate nothing
 WITH_NAMES = (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingEmbedding)
 WITHOUT_MODEL = (OpenAIServingTokenize, OpenAIServingDetokenize)
+LISTED: ContextVar[dict[str, LoRARef]] = ContextVar("lora_server_listed")  # for a call of /v1/models
 
 
 def install(wrap: Wrap) -> None:
@@ -52,6 +54,7 @@ def install(wrap: Wrap) -> None:
     wrap(OllamaServing, "handle_chat", _handle_ollama)
     wrap(OllamaServing, "handle_generate", _handle_ollama)
     wrap(FastAPI, "build_middleware_stack", _stacked)
+    wrap(http_server, "_freeze_gc_after_server_warmup", _freeze_gc)
 
 
 # -- names
@@ -68,7 +71,7 @@ class ServerRegistry:
         self._lookup = Lookup.of(found)
         self.directory = self._lookup.directory
         self.added: set[str] = set()  # names that this engine's API brought to the server
-        self._ids: dict[str, AdapterId] = {}  # the newest of each name of a tenant's, for when the server is away
+        self._ids: dict[str, AdapterId] = {}  # by tenant and name, the newest, for when the server is away
         self._salt = secrets.token_hex(8)
 
     async def get_unregistered_loras(self, names: set[str | None]) -> set[str]:
@@ -85,11 +88,14 @@ class ServerRegistry:
         """Do nothing: the scheduler holds adapters for requests."""
 
     def get_all_adapters(self) -> dict[str, LoRARef]:
-        """List the server's adapters that the caller may use, for /v1/models; none while it is away."""
+        """Return what `listed` found for this call of /v1/models."""
+        return LISTED.get({})
+
+    def listed(self) -> dict[str, LoRARef]:
+        """List the server's adapters that the caller may use; none while it is away."""
         with suppress(LoraServerError):
-            if self.directory.ready():
-                listed = self.directory.list(_tenant())
-                return {one.name: _reference(one) for one in listed if one.state != "draining"}
+            listed = self.directory.list(_tenant())
+            return {one.name: _reference(one) for one in listed if one.state != "draining"}
         return {}
 
     def forget(self, name: str) -> None:
@@ -98,6 +104,8 @@ class ServerRegistry:
         self._ids.pop(_of_tenant(name), None)
 
     async def _find(self, name: str) -> str:
+        if OF in name:
+            raise HTTPException(400, f"adapter: got {name[:100]!r}, expected a name without {OF!r}")
         own = _of_tenant(name)
         try:
             version = (await self._lookup.get(name, _tenant(), waits=own not in self._ids)).version
@@ -280,7 +288,29 @@ def _stacked(original: Any) -> Callable[..., AsgiApp]:
         stack: AsgiApp = original(self)
         if self is not http_server.app:
             return stack
-        stack = with_retry_after(stack, lambda: True)
-        return TenantMiddleware(stack, API) if has_tenants(os.environ) else stack
+        stack = _listing(stack)
+        return with_retry_after(TenantMiddleware(stack, API) if has_tenants(os.environ) else stack, lambda: True)
 
     return build_middleware_stack
+
+
+def _listing(app: AsgiApp) -> AsgiApp:
+    """List the server's adapters before a call of /v1/models, in a thread: SGLang asks for them in its event loop."""
+
+    async def listing(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == API.models:
+            registry: ServerRegistry = http_server._global_state.tokenizer_manager.lora_registry
+            LISTED.set(await asyncio.to_thread(registry.listed))
+        await app(scope, receive, send)
+
+    return listing
+
+
+def _freeze_gc(original: Any) -> Callable[[Any], None]:
+    """Leave out a request of SGLang's to itself that shows no token."""
+
+    def freeze_gc(server_args: Any) -> None:
+        if not has_tenants(os.environ):
+            original(server_args)
+
+    return freeze_gc

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from client_connector.serving.http import status_of
 from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.plan import NO_PLAN, RETRY, Failure, StepPlan
 from client_connector.serving.ranks import RankGroup
-from client_connector.serving.request_state import Phase
+from client_connector.serving.request_state import Phase, RequestState
 from client_connector.serving.settings import find
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.sglang.hooks.arguments import MAX_ADAPTERS
@@ -37,7 +37,8 @@ log = structlog.get_logger()
 
 
 class Verdict(NamedTuple):
-    """What may become of a waiting request: it has the weights of its adapter's version, or it ends."""
+    """Rank 0's word on a waiting request: with a `failure` it ends, else it may be scheduled, with this version of its
+    adapter, which acts from position `start` on."""
 
     version: str
     start: int
@@ -70,22 +71,19 @@ class ScheduledAdapters:
                 self.leases.hold(request.rid, name, list(request.origin_input_ids))
 
     def decide(self, waiting: Sequence[Any]) -> list[tuple[Any, Failure]]:
-        """Decide which of the waiting requests may be scheduled now; return those that end, each with the reason."""
-        ours = [one for one in waiting if self._has(one)]
-        self._verdicts = self._ranks.from_first(lambda: _verdicts(self.leases, ours)) if ours else {}
-        failures = {name: one.failure for name, one in self._verdicts.items() if one.failure is not None}
-        ended = [(one, failures[one.rid]) for one in ours if one.rid in failures]
-        for request, failure in ended:
-            self._release(request.rid)
-            said = {"request": request.rid, "code": failure.code, "error": failure.message}
-            if self._ranks.is_first:
-                self._complain(failure.code, "request failed", **said)
-        return ended
+        """Learn which waiting requests may be scheduled now; return those that end, each with the reason."""
+        ours = {one.rid: one for one in waiting if self._has(one)}
+        known = {name: one for name, one in self._verdicts.items() if name in ours}
+        news = self._ranks.from_first(lambda: _news(self.leases, ours, known)) if ours else {}
+        self._verdicts = {name: one for name, one in (known | news).items() if one is not None}
+        return [(ours[name], one.failure) for name, one in self._verdicts.items() if one.failure is not None]
 
     def is_ready(self, request: Any) -> bool:
         """Return whether a request may be scheduled; its KV cache is its adapter's version's from then on."""
         if not self._has(request):
             return True
+        if self.leases is not None:
+            self.leases.is_ready(request.rid)  # asks for the adapter of a preempted request again
         verdict = self._verdicts.get(request.rid)
         if verdict is None:
             return False
@@ -116,12 +114,19 @@ class ScheduledAdapters:
         if self.leases is not None:
             self.leases.pace.passed(tokens, began, time.monotonic())
 
-    def settle(self, requests: Sequence[Any]) -> list[Any]:
-        """Take note of the step's failures; return the requests for which it is void."""
-        if self.leases is not None:
-            for name, failure in self._failures.items():
-                self.leases.fail_step(name, failure)
-        return [one for one in requests if one.rid in self._failures and not one.finished()]
+    def settle(self, requests: Sequence[Any]) -> tuple[list[Any], Mapping[str, Failure]]:
+        """Take note of the step's failures; return the requests for which it is void, and why some of them end."""
+        if not self._failures:
+            return [], {}
+        ended = self._ranks.from_first(lambda: _ended(self.leases, self._failures))
+        return [one for one in requests if one.rid in self._failures and not one.finished()], ended
+
+    def forget(self, request: Any, failure: Failure) -> None:
+        """Forget a request that ends with an error."""
+        self._release(request.rid)
+        if self._ranks.is_first:
+            said = {"request": request.rid, "code": failure.code, "error": failure.message}
+            self._complain(failure.code, "request failed", **said)
 
     def keep(self, requests: Sequence[Any]) -> None:
         """Release the adapters of all requests but these; the others have ended."""
@@ -151,23 +156,39 @@ class ScheduledAdapters:
         del self._requests[name]
 
 
-def _verdicts(leases: AdapterLeases | None, waiting: Sequence[Any]) -> dict[str, Verdict]:
-    """Tell what rank 0 knows of waiting requests. Where the base model would answer a request, it ends: SGLang's
-    answers have no place to say so."""
+# -- what rank 0 alone knows
+
+
+def _news(
+    leases: AdapterLeases | None, waiting: Iterable[str], known: Mapping[str, Verdict]
+) -> dict[str, Verdict | None]:
+    """Return the verdicts on waiting requests that are not known yet; None takes one back."""
     assert leases is not None
-    verdicts = {}
-    for name in (request.rid for request in waiting):
-        is_ready, state = leases.is_ready(name), leases.state(name)
-        assert state is not None
-        failure = state.failure if state.phase in (Phase.FAILED, Phase.BASE_MODEL) else None
-        if is_ready or failure is not None:
-            verdicts[name] = Verdict(state.version, state.start, failure)
-    return verdicts
+    now = {name: _verdict(leases, name) for name in waiting}
+    return {name: verdict for name, verdict in now.items() if verdict != known.get(name)}
+
+
+def _verdict(leases: AdapterLeases, name: str) -> Verdict | None:
+    state, is_held = leases.state(name), leases.is_held(name)
+    failure = _failure_in(state)
+    return Verdict(state.version, state.start, failure) if state is not None and (failure or is_held) else None
+
+
+def _failure_in(state: RequestState | None) -> Failure | None:
+    """Return why a request ends; also where the base model would answer it: SGLang's answers cannot say that."""
+    return state.failure if state is not None and state.phase in (Phase.FAILED, Phase.BASE_MODEL) else None
 
 
 def _plan(leases: AdapterLeases | None, names: Sequence[str]) -> StepPlan:
     assert leases is not None
     return leases.plan(names)
+
+
+def _ended(leases: AdapterLeases | None, failures: Mapping[str, Failure]) -> dict[str, Failure]:
+    """Apply failures of a step; return those requests that end, each with the reason."""
+    assert leases is not None
+    states = {name: leases.fail_step(name, failure) for name, failure in failures.items()}
+    return {name: failure for name, state in states.items() if (failure := _failure_in(state)) is not None}
 
 
 # -- the scheduler
@@ -258,8 +279,8 @@ def _run_batch(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any
 
 @ours(_adapters)
 def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any, batch: Any, result: Any) -> None:
-    """Remove each request with a void result from the batch, free its KV cache, and queue it again."""
-    void = adapters.settle(batch.reqs)
+    """Remove each request with a void result from the batch, free its KV cache, then queue it again or abort it."""
+    void, ended = adapters.settle(batch.reqs)
     if void and batch.return_logprob and batch.forward_mode.is_extend():
         # SGLang finds a prompt's logprobs by counting those of the requests before it
         void = [one for one in batch.reqs if one in void or (one.return_logprob and not one.finished())]
@@ -275,11 +296,15 @@ def _process_batch_result(original: Any, adapters: ScheduledAdapters, self: Any,
     batch.filter_batch(reqs_to_exclude=void)
     batch.batch_is_full = self.running_batch.batch_is_full = False
     for request in void:
-        self._add_request_to_queue(request, is_retracted=True)  # where it ends if it has failed
+        if request.rid in ended:
+            _abort(self, request, ended[request.rid])
+        else:
+            self._add_request_to_queue(request, is_retracted=True)
 
 
 def _abort(scheduler: Any, request: Any, failure: Failure) -> None:
     """End a request that is in no batch, with an error that names the reason."""
+    getattr(scheduler, ADAPTERS).forget(request, failure)
     status = HTTPStatus.BAD_REQUEST if failure.code == "not_invoked" else status_of(failure)
     reason: Mapping[str, Any] = {"type": "abort", "message": failure.message, "status_code": status, "err_type": None}
     scheduler._release_aborted_request(request)
