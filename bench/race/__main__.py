@@ -277,7 +277,8 @@ def with_sglang(race: Race, adapters: list[str], about: Mapping[str, Any]) -> No
         System("ours in SGLang", "ours", max(1, plan.cores - 1), engine="sglang"),
     ]
     race.start(of_sglang)
-    race.start(alone)
+    if alone:
+        race.start(alone)
     names = [*(one.name for one in of_sglang), "ours"]
     for number, rate in enumerate(plan.some_rates):
         calls = load.poisson(adapters, rate, plan.seconds, 10 + number)
