@@ -8,8 +8,8 @@ base          vLLM without adapters, on all cores and on one: what no adapter co
 vLLM's LoRA   vLLM's own, tuned: the number of places (max_loras) and threads that serves a middling load best; where
               that are more than 8 places, also with 8, as where GPU memory has no room for more
 ours          the same vLLM on one core, and a LoRA server of one shard on the other
-SGLang        by torch, since its kernels are for GPUs: without adapters, on all cores and on one; with its own LoRA of
-              8 places on all cores; with our connector as `ours`
+SGLang        by torch, since its kernels are for GPUs: without adapters, and with its own LoRA of 8 places, on all
+              cores; with our connector as `ours`
 PEFT          transformers and PEFT, mixed batches; a batch ends with its longest answer
 
 vLLM engines run as vLLM serves them (AsyncLLM, engine core in its own process) and are all started before the first
@@ -225,10 +225,13 @@ def _run(race: Race, traces: Path, attention: list[str], about: Mapping[str, Any
         of_all_sites(race, best, [*(one.name for one in bases), best, "ours"])
     race.stop(best)
     for peer in (with_sglang, with_peft):
+        before = set(race.running)
         try:
             peer(race, attention, about)
         except LoraServerError as error:  # the rows of the others are kept
             SAY.print(f"left out: {error}")
+            for name in set(race.running) - before:
+                race.stop(name)
 
 
 def ladder(
@@ -270,22 +273,18 @@ def with_sglang(race: Race, adapters: list[str], about: Mapping[str, Any]) -> No
     if not SGLANG.exists():
         raise LoraServerError(f"SGLang: there is no {SGLANG}; make race makes it")
     plan = race.plan
-    alone = [System("SGLang, 1 thread", "base", 1, engine="sglang")] if plan.one_thread else []
     of_sglang = [
         System("SGLang", "base", plan.cores, engine="sglang"),
         System(f"SGLang's LoRA, {plan.places[0]} places", "own", plan.cores, plan.places[0], engine="sglang"),
         System("ours in SGLang", "ours", max(1, plan.cores - 1), engine="sglang"),
     ]
     race.start(of_sglang)
-    if alone:
-        race.start(alone)
     names = [*(one.name for one in of_sglang), "ours"]
     for number, rate in enumerate(plan.some_rates):
         calls = load.poisson(adapters, rate, plan.seconds, 10 + number)
         race.run(names, calls, load="poisson, SGLang", rate=rate, **about)
-    everyone = [*(one.name for one in alone), *names]
-    race.run(everyone, load.supply(adapters, 256, 2), plan.width, load="closed, SGLang", rate=plan.width, **about)
-    for name in everyone[:-1]:
+    race.run(names, load.supply(adapters, 256, 2), plan.width, load="closed, SGLang", rate=plan.width, **about)
+    for name in names[:-1]:
         race.stop(name)
 
 

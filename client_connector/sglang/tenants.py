@@ -10,10 +10,13 @@ from client_connector.serving.tenants import Caller, EngineApi, RefusedCall
 from lora_server.errors import ConfigError
 
 TENANTS = "LORA_SERVER_TENANTS"
-# fields of a body, and starts of headers, by which a request acts on the engine or on other requests: SGLang ends all
-# requests with an id that begins as that of a caller that hangs up
-FIELDS = ("rid", "session_id", "session_params", "priority", "data_parallel_rank", "custom_logit_processor")
-HEADERS = (b"x-override-", b"x-data-parallel-rank")
+# fields of a body, and beginnings of headers, by which a request acts on the engine or on others. When a caller hangs up,
+# SGLang aborts every request whose id begins with its `rid`; a `stop_regex` can keep the scheduler busy for ever.
+FIELDS = (
+    *("rid", "session_id", "session_params", "conversation_id", "priority", "custom_logit_processor", "stop_regex"),
+    *("data_parallel_rank", "routed_dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_labels"),
+)
+HEADERS = (b"x-override-", b"x-data-parallel-rank", b"x-smg-routing-key", b"content-encoding")
 
 
 def has_tenants(environment: Mapping[str, str]) -> bool:
@@ -25,10 +28,11 @@ def has_tenants(environment: Mapping[str, str]) -> bool:
 
 
 def _adapt(scope: Message, asked: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """Leave the body as it is: hooks of the front end put the tenant in front of adapters' names."""
+    """Refuse a tenant's fields and headers that act on others; return the body unchanged, since hooks of the front end
+    put the tenant in front of adapters' names."""
     fields = [name for name in FIELDS if asked.get(name) is not None]
     headers = [name.decode("latin-1") for name, _ in scope["headers"] if name.lower().startswith(HEADERS)]
-    if (fields or headers) and (caller.tenant or caller.role != "admin"):
+    if caller.tenant and (fields or headers):
         raise RefusedCall(403, f"{(fields + headers)[0]}: not for tenants, expected a request without it")
     return asked
 

@@ -131,7 +131,7 @@ def holders(server) -> int:
         (("--lora-paths", "law=/tmp"), {}, "lora_paths: got"),
         (("--enable-streaming-session",), {}, "enable_streaming_session: got True"),
         (("--grpc-port", "9"), {}, "grpc_port: got 9"),
-        ((), {"SGLANG_GRPC_PORT": "9"}, "SGLANG_GRPC_PORT: got 9"),
+        ((), {"SGLANG_GRPC_PORT": "0"}, "SGLANG_GRPC_PORT: got 0"),
         (("--api-key", "x"), {"LORA_SERVER_TENANTS": "true"}, "api_key: got one with LORA_SERVER_TENANTS"),
         ((), {"LORA_SERVER_TENANTS": "yes"}, "LORA_SERVER_TENANTS: got 'yes', expected true or false"),
         ((), {"LORA_SERVER_TENANTS": "true", "LORA_SERVER_ADDRESS": ""}, "LORA_SERVER_ADDRESS: got none"),

@@ -30,7 +30,8 @@ def test_one_engine_serves_tenants_apart(load, tmp_path):
             return post(token, "/v1/completions", model=model, prompt=prompt, **body)
 
         assert complete("", "base", [1, 2])[0] == complete("ls_wrong", "base", [1, 2])[0] == 401
-        assert complete(tokens["", Role.ADMIN], "base", [1, 2], rid="mine")[0] == 200
+        for role in (Role.ADMIN, Role.ENGINE):
+            assert complete(tokens["", role], "base", [1, 2], rid="mine")[0] == 200, "the operator's own router"
         admin = tokens["", Role.ADMIN]
         for tenant, name in zip(OTHER, (first, second), strict=True):
             path = str(load.paths[name])
@@ -58,7 +59,7 @@ def test_one_engine_serves_tenants_apart(load, tmp_path):
                 for said in ({"model": stolen}, {"model": "base", "lora_path": stolen}):
                     code, answer = complete(token, prompt=prompt, **said)
                     assert code == status and f"{other}/bot" not in str(answer).partition("known")[2], answer
-            for more in ({"rid": "a"}, {"priority": 1}, {"session_params": {"id": "x"}}):
+            for more in ({"rid": "a"}, {"priority": 1}, {"stop_regex": "(.+)+x"}):
                 code, answer = complete(token, "bot", prompt, **more)
                 assert code == 403 and f"{next(iter(more))}: not for tenants" in str(answer)
             for path in ("/generate", "/abort_request", "/v1/responses", "/freeze_gc"):

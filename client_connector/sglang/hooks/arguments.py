@@ -42,7 +42,6 @@ ONLY: dict[str, Any] = {
     "use_ray": False,
     "smg_grpc_mode": False,
     "grpc_mode": False,
-    "grpc_port": None,
     "enable_streaming_session": False,
     "enable_torch_compile": False,
     "enable_two_batch_overlap": False,
@@ -84,11 +83,12 @@ def _check(args: Any, found: Settings) -> None:
         raise ConfigError(
             f"{keys[0]}: got one with {TENANTS}, expected none: callers show their token where it would be"
         )
+    ports = {"grpc_port": args.grpc_port, "SGLANG_GRPC_PORT": envs.SGLANG_GRPC_PORT.get()}  # 0 is one, too
     others = {
         "on_failure": (found.on_failure, ERROR),
         "transport gpu or nvshmem": (found.is_launched, False),
         "SGLANG_RUST_SERVER": (bool(envs.SGLANG_RUST_SERVER.get()), False),
-        "SGLANG_GRPC_PORT": (envs.SGLANG_GRPC_PORT.get(), None),
+        **{name: (None if port is None else str(port), None) for name, port in ports.items()},
         "an adapter merged into the weights": (find_merged(args.model_path) is not None, False),
     }
     for name, (got, expected) in ({name: (getattr(args, name), one) for name, one in ONLY.items()} | others).items():

@@ -38,7 +38,7 @@ from lora_server.errors import LoraServerError, ServerUnavailableError, UnknownA
 # of SGLang's APIs, those that look at a model's name, and those that generate nothing
 WITH_NAMES = (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingEmbedding)
 WITHOUT_MODEL = (OpenAIServingTokenize, OpenAIServingDetokenize)
-LISTED: ContextVar[dict[str, LoRARef]] = ContextVar("lora_server_listed")  # for a call of /v1/models
+LISTED: ContextVar[dict[str, LoRARef]] = ContextVar("lora_server_listed")  # by name, in a call of /v1/models
 
 
 def install(wrap: Wrap) -> None:
@@ -298,7 +298,7 @@ def _listing(app: AsgiApp) -> AsgiApp:
     """List the server's adapters before a call of /v1/models, in a thread: SGLang asks for them in its event loop."""
 
     async def listing(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == API.models:
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == API.models:
             registry: ServerRegistry = http_server._global_state.tokenizer_manager.lora_registry
             LISTED.set(await asyncio.to_thread(registry.listed))
         await app(scope, receive, send)

@@ -169,7 +169,8 @@ def _news(
 
 
 def _verdict(leases: AdapterLeases, name: str) -> Verdict | None:
-    state, is_held = leases.state(name), leases.is_held(name)
+    """Judge a waiting request; None: it waits on. What is held before the look at the state has its version in it."""
+    is_held, state = leases.is_held(name), leases.state(name)
     failure = _failure_in(state)
     return Verdict(state.version, state.start, failure) if state is not None and (failure or is_held) else None
 
