@@ -10,7 +10,7 @@ from client_connector.serving.tenants import Caller, EngineApi, RefusedCall
 from lora_server.errors import ConfigError
 
 TENANTS = "LORA_SERVER_TENANTS"
-# fields of a body, and beginnings of headers, by which a request acts on the engine or on others. When a caller hangs up,
+# fields of a body, and starts of headers, by which a request acts on the engine or on others. When a caller hangs up,
 # SGLang aborts every request whose id begins with its `rid`; a `stop_regex` can keep the scheduler busy for ever.
 FIELDS = (
     *("rid", "session_id", "session_params", "conversation_id", "priority", "custom_logit_processor", "stop_regex"),
