@@ -70,8 +70,9 @@ class Contestant:
     def say(self, line: bytes) -> None:
         """Write a line to the process."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `answer` says
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
 
     def answer(self, seconds: float) -> list[Seen]:
         """Wait for the process's next line; raises LoraServerError."""
@@ -85,7 +86,8 @@ class Contestant:
     def stop(self) -> None:
         """End the process and what it started."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
         children.stop(self._process)
