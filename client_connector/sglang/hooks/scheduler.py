@@ -36,7 +36,7 @@ IDLE_SECONDS = 1e-3  # of a step in which all requests wait for their adapters
 log = structlog.get_logger()
 
 
-class Verdict(NamedTuple):
+class Readiness(NamedTuple):
     """Rank 0's word on a waiting request: with a `failure` it ends, else it may be scheduled, with this version of its
     adapter, which acts from position `start` on."""
 
@@ -52,7 +52,7 @@ class ScheduledAdapters:
         """`leases`: what each request holds, on rank 0 alone."""
         self.leases, self.manager, self._ranks = leases, manager, ranks
         self._requests: dict[str, Any] = {}  # by SGLang's rid
-        self._verdicts: dict[str, Verdict] = {}  # of waiting requests; those that wait on have none
+        self._decided: dict[str, Readiness] = {}  # of waiting requests; those that wait on have none
         self._failures: dict[str, Failure] = {}  # of the step that was computed last
         self._is_planned = False  # whether that step has rows with adapters
         self._complain = Repeats(log.error)
@@ -73,10 +73,10 @@ class ScheduledAdapters:
     def decide(self, waiting: Sequence[Any]) -> list[tuple[Any, Failure]]:
         """Learn which waiting requests may be scheduled now; return those that end, each with the reason."""
         ours = {one.rid: one for one in waiting if self._has(one)}
-        known = {name: one for name, one in self._verdicts.items() if name in ours}
+        known = {name: one for name, one in self._decided.items() if name in ours}
         news = self._ranks.from_first(lambda: _news(self.leases, ours, known)) if ours else {}
-        self._verdicts = {name: one for name, one in (known | news).items() if one is not None}
-        return [(ours[name], one.failure) for name, one in self._verdicts.items() if one.failure is not None]
+        self._decided = {name: one for name, one in (known | news).items() if one is not None}
+        return [(ours[name], one.failure) for name, one in self._decided.items() if one.failure is not None]
 
     def is_ready(self, request: Any) -> bool:
         """Return whether a request may be scheduled; its KV cache is its adapter's version's from then on."""
@@ -84,11 +84,11 @@ class ScheduledAdapters:
             return True
         if self.leases is not None:
             self.leases.is_ready(request.rid)  # asks for the adapter of a preempted request again
-        verdict = self._verdicts.get(request.rid)
-        if verdict is None:
+        decided = self._decided.get(request.rid)
+        if decided is None:
             return False
         before = request.lora_id
-        now = str(AdapterId.parse(before)._replace(version=verdict.version, start=verdict.start))
+        now = str(AdapterId.parse(before)._replace(version=decided.version, start=decided.start))
         request.lora_id, request.extra_key = now, request.extra_key.removesuffix(before) + now
         return True
 
@@ -160,19 +160,19 @@ class ScheduledAdapters:
 
 
 def _news(
-    leases: AdapterLeases | None, waiting: Iterable[str], known: Mapping[str, Verdict]
-) -> dict[str, Verdict | None]:
-    """Return the verdicts on waiting requests that are not known yet; None takes one back."""
+    leases: AdapterLeases | None, waiting: Iterable[str], known: Mapping[str, Readiness]
+) -> dict[str, Readiness | None]:
+    """Return the readiness of waiting requests where it differs from what is known; None: the request waits again."""
     assert leases is not None
-    now = {name: _verdict(leases, name) for name in waiting}
-    return {name: verdict for name, verdict in now.items() if verdict != known.get(name)}
+    now = {name: _readiness(leases, name) for name in waiting}
+    return {name: decided for name, decided in now.items() if decided != known.get(name)}
 
 
-def _verdict(leases: AdapterLeases, name: str) -> Verdict | None:
+def _readiness(leases: AdapterLeases, name: str) -> Readiness | None:
     """Judge a waiting request; None: it waits on. What is held before the look at the state has its version in it."""
     is_held, state = leases.is_held(name), leases.state(name)
     failure = _failure_in(state)
-    return Verdict(state.version, state.start, failure) if state is not None and (failure or is_held) else None
+    return Readiness(state.version, state.start, failure) if state is not None and (failure or is_held) else None
 
 
 def _failure_in(state: RequestState | None) -> Failure | None:
