@@ -12,13 +12,14 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import structlog
 
-from client_connector.directory import AdapterDirectory
+from client_connector.directory import AdapterDirectory, as_uri
 from client_connector.serving.http import AsgiApp, Message, Receive, Send
 from client_connector.serving.settings import ADDRESS, OF
 from lora_server.errors import ConfigError, LoraServerError, UnauthenticatedError
@@ -60,9 +61,25 @@ class Caller(NamedTuple):
 CALLER: ContextVar[Caller | None] = ContextVar("lora_server_caller", default=None)
 
 
-def as_caller() -> AdapterDirectory:
-    """Return the server's directory with the caller's token: adapters are its tenant's, and the server checks its
-    rights."""
+def callers_tenant() -> str:
+    """Return the tenant of the call that is being answered; '' for the operator's, and without the middleware."""
+    caller = CALLER.get()
+    return "" if caller is None else caller.tenant
+
+
+def add_as_caller(name: str, path: str) -> pb.Adapter:
+    """Add an adapter with the caller's token: it is its tenant's, and the server checks its rights."""
+    with closing(_as_caller()) as directory:
+        return directory.add(name, as_uri(path))
+
+
+def remove_as_caller(name: str) -> None:
+    """Remove an adapter with the caller's token."""
+    with closing(_as_caller()) as directory:
+        directory.remove(name)
+
+
+def _as_caller() -> AdapterDirectory:
     caller = CALLER.get()
     assert caller is not None
     return AdapterDirectory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -29,7 +29,13 @@ from client_connector.directory import as_uri
 from client_connector.serving.http import AsgiApp, Message, Receive, Send, answer_to, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.settings import KEY, OF, find
-from client_connector.serving.tenants import CALLER, TenantMiddleware, as_caller
+from client_connector.serving.tenants import (
+    CALLER,
+    TenantMiddleware,
+    add_as_caller,
+    callers_tenant,
+    remove_as_caller,
+)
 from client_connector.serving.wrapping import Wrap
 from client_connector.sglang.names import UNNAMED, AdapterId, base_names
 from client_connector.sglang.tenants import API, has_tenants
@@ -94,7 +100,7 @@ class ServerRegistry:
     def listed(self) -> dict[str, LoRARef]:
         """List the server's adapters that the caller may use; none while it is away."""
         with suppress(LoraServerError):
-            listed = self.directory.list(_tenant())
+            listed = self.directory.list(callers_tenant())
             return {one.name: _reference(one) for one in listed if one.state != "draining"}
         return {}
 
@@ -108,7 +114,7 @@ class ServerRegistry:
             raise HTTPException(400, f"adapter: got {name[:100]!r}, expected a name without {OF!r}")
         own = _of_tenant(name)
         try:
-            version = (await self._lookup.get(name, _tenant(), waits=own not in self._ids)).version
+            version = (await self._lookup.get(name, callers_tenant(), waits=own not in self._ids)).version
             self._ids[own] = AdapterId(self._salt, own, version)
         except ServerUnavailableError as error:
             if own not in self._ids:
@@ -119,13 +125,9 @@ class ServerRegistry:
         return str(self._ids[own])
 
 
-def _tenant() -> str:
-    caller = CALLER.get()
-    return "" if caller is None else caller.tenant
-
-
 def _of_tenant(name: str) -> str:
-    return f"{_tenant()}{OF}{name}" if _tenant() else name
+    tenant = callers_tenant()
+    return f"{tenant}{OF}{name}" if tenant else name
 
 
 def _refused(error: LoraServerError) -> HTTPException:
@@ -169,7 +171,7 @@ def _load(original: Any) -> Callable[..., Any]:
             return _not_done(f"pinned: got true; pin it on the server: lora-server adapters pin {name}")
         try:
             if CALLER.get() is not None:
-                adapter = await asyncio.to_thread(_add_as_caller, name, path)
+                adapter = await asyncio.to_thread(add_as_caller, name, path)
             elif path in (name, f"{KEY}:{name}"):
                 adapter = await asyncio.to_thread(registry.directory.get, name)
             else:
@@ -190,7 +192,7 @@ def _unload(original: Any) -> Callable[..., Any]:
         name = obj.lora_name
         try:
             if CALLER.get() is not None:
-                await asyncio.to_thread(_remove_as_caller, name)
+                await asyncio.to_thread(remove_as_caller, name)
             elif name in registry.added:
                 with suppress(UnknownAdapterError):  # removed elsewhere: done
                     await asyncio.to_thread(registry.directory.remove, name)
@@ -203,16 +205,6 @@ def _unload(original: Any) -> Callable[..., Any]:
         return LoRAUpdateOutput(success=True, loaded_adapters={})
 
     return unload
-
-
-def _add_as_caller(name: str, path: str) -> Any:
-    with closing(as_caller()) as directory:
-        return directory.add(name, as_uri(path))
-
-
-def _remove_as_caller(name: str) -> None:
-    with closing(as_caller()) as directory:
-        directory.remove(name)
 
 
 def _not_done(reason: str) -> LoRAUpdateOutput:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
 from http import HTTPStatus
 from typing import Any
 
@@ -27,7 +26,7 @@ from client_connector.serving.http import AsgiApp, answer_to, status_of, with_re
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
 from client_connector.serving.settings import BASE_MODEL, ERROR, KEY, Settings, tenant_and_name
-from client_connector.serving.tenants import CALLER, as_caller
+from client_connector.serving.tenants import CALLER, add_as_caller, callers_tenant, remove_as_caller
 from client_connector.serving.wrapping import Wrap, ours
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.settings import of_engine
@@ -204,8 +203,7 @@ async def _unload(original: Any, lookup: Lookup, self: Any, request: Any) -> Any
 
 def _load_as_caller(request: Any) -> Any:
     try:
-        with closing(as_caller()) as directory:
-            added = directory.add(request.lora_name, as_uri(request.lora_path))
+        added = add_as_caller(request.lora_name, request.lora_path)
     except LoraServerError as error:
         return _refusal(error)
     return f"Success: LoRA adapter '{added.name}' added successfully."
@@ -213,8 +211,7 @@ def _load_as_caller(request: Any) -> Any:
 
 def _unload_as_caller(request: Any) -> Any:
     try:
-        with closing(as_caller()) as directory:
-            directory.remove(request.lora_name)
+        remove_as_caller(request.lora_name)
     except LoraServerError as error:
         return _refusal(error)
     return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
@@ -233,11 +230,10 @@ def _model_name(original: Any) -> Callable[..., Any]:
 async def _show(original: Any, lookup: Lookup, self: Any) -> Any:
     """List on /v1/models what the server has, also adapters that no request has named yet."""
     models = await original()
-    caller = CALLER.get()
-    if caller is not None:  # names that other tenants asked for stay theirs
+    if CALLER.get() is not None:  # names that other tenants asked for stay theirs
         models.data = [card for card in models.data if self.is_base_model(card.id)]
     try:
-        listed = await asyncio.to_thread(lookup.directory.list, caller.tenant if caller is not None else "")
+        listed = await asyncio.to_thread(lookup.directory.list, callers_tenant())
     except (PermissionDeniedError, ServerUnavailableError):  # the tenant was removed, for example
         return models
     known = {card.id for card in models.data}
