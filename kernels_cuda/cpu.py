@@ -6,17 +6,19 @@ is repacked. All others are torch's GEMMs, which may use several threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels_cuda.ops import Step, placed
+from kernels_cuda.ops import Block, Step, Windows
 
 FEW_ROWS, SMALL_ELEMENTS = 4, 1 << 19  # at most: see bench/results/kernels_cpu-2026-11.md
 PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a millisecond or a few
-Floats = npt.NDArray[np.float32]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Matrix: TypeAlias = Floats | torch.Tensor  # of another dtype than float32, which NumPy may lack
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
@@ -33,13 +35,14 @@ def lora_step(step: Step, out_UO: torch.Tensor) -> None:
 
 def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
     """Compute `lora_step` in parts, so that the caller can do other work between them; done when the iterator ends."""
-    v_NR = torch.empty(step.num_entries, max((s.block.a_RK.shape[0] for s in step.segments), default=0))
-    yield from _shrink(step, v_NR.numpy())
-    _scale(step, v_NR)
+    segments = [(_views(block, step.windows), first, first + count) for block, first, count in step.segments]
+    v_NR = np.zeros((step.num_entries, max([views.rank for views, _, _ in segments], default=0)), np.float32)
+    yield from _shrink(step, segments, v_NR)
+    _scale(step, segments, v_NR)
     exact = out_UO.dtype == torch.float32
     direct = step.out_map_N is None and exact
     delta_NO = out_UO if direct else torch.empty(step.num_entries, step.out_width, dtype=torch.float32)
-    yield from _expand(step, v_NR.numpy(), delta_NO.numpy())
+    yield from _expand(segments, v_NR, delta_NO.numpy())
     if direct:
         return
     if step.out_map_N is None:
@@ -51,6 +54,62 @@ def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
         yield
     if not exact:
         yield from _copy(out_UO, sum_UO)
+
+
+class _Part(NamedTuple):
+    """What the windows hold of a pair's B: for these columns of v, and of the result."""
+
+    b_OR: Matrix
+    ranks: slice
+    columns: slice
+
+
+class _Views(NamedTuple):
+    """A block as its site's steps read it. `scales`: one per column of v, None if all are `scale`."""
+
+    windows: Windows
+    rank: int
+    a_RK: Matrix
+    scale: float
+    scales_R: Floats | None
+    parts: tuple[_Part, ...]
+    width: int  # columns of the result that the parts fill
+
+
+_Segments: TypeAlias = Sequence[tuple[_Views, int, int]]  # first entry, and that after the last
+
+
+def _views(block: Block, windows: Windows) -> _Views:
+    """Return a block's views, which it keeps: the windows of a site's steps are nearly always the same."""
+    if block.views is None or block.views.windows != windows:
+        ranks = [pair.a_RK.shape[0] for pair in block.pairs]
+        scales = [pair.scale for pair in block.pairs]
+        alike = len(set(scales)) < 2
+        scales_R = None if alike else np.repeat(np.array(scales, np.float32), ranks)
+        parts = tuple(_parts(block, windows))
+        width = sum(part.columns.stop - part.columns.start for part in parts)
+        scale = scales[0] if scales and alike else 1.0
+        block.views = _Views(windows, sum(ranks), _matrix(block.a_RK), scale, scales_R, parts, width)
+    views: _Views = block.views
+    return views
+
+
+def _parts(block: Block, windows: Windows) -> Iterator[_Part]:
+    rank = 0
+    for pair in block.pairs:
+        ranks = slice(rank, rank + pair.a_RK.shape[0])
+        column, first, last = 0, pair.out_begin, pair.out_begin + pair.b_OR.shape[0]
+        for begin, end in windows:
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                columns = slice(column + low - begin, column + high - begin)
+                yield _Part(_matrix(pair.b_OR[low - first : high - first]), ranks, columns)
+            column += end - begin
+        rank = ranks.stop
+
+
+def _matrix(w_OK: torch.Tensor) -> Matrix:
+    return w_OK.numpy() if w_OK.dtype == torch.float32 else w_OK
 
 
 def _some_rows(x_NO: torch.Tensor) -> Iterator[slice]:
@@ -65,75 +124,56 @@ def _copy(out_UO: torch.Tensor, from_UO: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _shrink(step: Step, v_NR: Floats) -> Iterator[None]:
-    """Compute v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
+def _shrink(step: Step, segments: _Segments, v_NR: Floats) -> Iterator[None]:
+    """Compute v = x A for every entry: the ranks of a block's pairs side by side."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     x_NK = rows_NK.float().numpy()
-    for block, first, num_entries in step.segments:
-        if block.pairs:
-            a_RK = _window(block.a_RK, step.in_begin, x_NK.shape[1])
-            v_nR = v_NR[first : first + num_entries, : a_RK.shape[0]]
-            _times(x_NK[first : first + num_entries], a_RK, v_nR)
+    begin, width = step.in_begin, x_NK.shape[1]
+    for views, first, last in segments:
+        if views.rank:
+            a_RK = views.a_RK if views.a_RK.shape[1] == width else views.a_RK[:, begin : begin + width]
+            _times(x_NK[first:last], a_RK, v_NR[first:last, : views.rank])
             yield
 
 
-def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-    """Return the columns of A that meet the rows' window, in float32."""
-    return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
-
-
-def _scale(step: Step, v_NR: torch.Tensor) -> None:
-    """Multiply v by the scales of pairs and the weights of entries: in one call, unless the pairs of a block differ."""
-    scales, counts = list[float](), list[int]()
-    for block, first, num_entries in step.segments:
-        of_pairs = {pair.scale for pair in block.pairs}
-        if len(of_pairs) > 1:
-            ranks = [pair.a_RK.shape[0] for pair in block.pairs]
-            v_nR = v_NR[first : first + num_entries, : sum(ranks)]
-            for pair, v_nr in zip(block.pairs, torch.split(v_nR, ranks, dim=1), strict=True):
-                v_nr.mul_(pair.scale)
-        scales.append(of_pairs.pop() if len(of_pairs) == 1 else 1.0)
-        counts.append(num_entries)
+def _scale(step: Step, segments: _Segments, v_NR: Floats) -> None:
+    """Multiply v by the scales of pairs and the weights of entries."""
+    for views, first, last in segments:
+        if views.scales_R is not None:
+            v_NR[first:last, : views.rank] *= views.scales_R
+    scales = [views.scale for views, _, _ in segments]
     if step.weights_N is None and len(set(scales)) == 1:
-        v_NR.mul_(scales[0])
+        v_NR *= np.float32(scales[0])
         return
-    factor_N = torch.from_numpy(np.array(scales, np.float32).repeat(counts))
-    v_NR.mul_((factor_N if step.weights_N is None else factor_N * step.weights_N)[:, None])
+    factor_N = np.array(scales, np.float32).repeat([last - first for _, first, last in segments])
+    v_NR *= (factor_N if step.weights_N is None else factor_N * step.weights_N.numpy())[:, None]
 
 
-def _expand(step: Step, v_NR: Floats, delta_NO: Floats) -> Iterator[None]:
+def _expand(segments: _Segments, v_NR: Floats, delta_NO: Floats) -> Iterator[None]:
     """Compute delta = v B for every entry, windows side by side; zero where no pair reaches."""
-    for block, first, num_entries in step.segments:
-        last, column, covered = first + num_entries, 0, 0
-        parts = [placed(pair, step.windows) for pair in block.pairs]
-        for part in parts:
-            for b_oR, _ in part:
-                covered += b_oR.shape[0]
-        if covered < delta_NO.shape[1]:
-            delta_NO[first:last] = 0.0
-        for pair, part in zip(block.pairs, parts, strict=True):
-            v_nR = v_NR[first:last, column : column + pair.a_RK.shape[0]]
-            for b_oR, begin in part:
-                for b_pR, low in _some_of(b_oR, num_entries):
-                    y_np = delta_NO[first:last, begin + low : begin + low + b_pR.shape[0]]
-                    _times(v_nR, b_pR.float(), y_np)
-                    yield
-            column += pair.a_RK.shape[0]
+    for views, first, last in segments:
+        v_nR, delta_nO = v_NR[first:last], delta_NO[first:last]
+        if views.width < delta_nO.shape[1]:
+            delta_nO[:] = 0.0
+        for b_oR, ranks, columns in views.parts:
+            v_nr, y_no = v_nR[:, ranks], delta_nO[:, columns]
+            if y_no.size <= PART_ELEMENTS:  # nearly always: views cost what a small product does
+                _times(v_nr, b_oR, y_no)
+                yield
+                continue
+            num = max(PART_ELEMENTS // len(y_no), 1)
+            for low in range(0, y_no.shape[1], num):
+                _times(v_nr, b_oR[low : low + num], y_no[:, low : low + num])
+                yield
 
 
-def _some_of(b_oR: torch.Tensor, num_entries: int) -> Iterable[tuple[torch.Tensor, int]]:
-    """Cut B so that a result of so many entries has PART_ELEMENTS elements; return (rows of B, the first's index)."""
-    if b_oR.shape[0] * num_entries <= PART_ELEMENTS:  # nearly always: a view would cost what a small GEMM does
-        return ((b_oR, 0),)
-    num = max(PART_ELEMENTS // num_entries, 1)
-    return ((b_oR[low : low + num], low) for low in range(0, b_oR.shape[0], num))
-
-
-def _times(x_nK: Floats, w_OK: torch.Tensor, y_nO: Floats) -> None:
-    """Compute y = x Wᵀ; W of any float dtype that NumPy has, rows of x and y contiguous."""
-    if len(x_nK) > FEW_ROWS or w_OK.numel() > SMALL_ELEMENTS or not w_OK.is_contiguous():
-        torch.mm(torch.from_numpy(x_nK), w_OK.t(), out=torch.from_numpy(y_nO))
-        return
-    matrix_OK = w_OK.numpy()
-    for x_K, y_O in zip(x_nK, y_nO, strict=True):
-        matrix_OK.dot(x_K, out=y_O)
+def _times(x_nK: Floats, w_OK: Matrix, y_nO: Floats) -> None:
+    """Compute y = x Wᵀ; rows of x and y contiguous."""
+    matrix_OK = w_OK if isinstance(w_OK, np.ndarray) else w_OK.float().numpy()
+    if len(x_nK) > FEW_ROWS or matrix_OK.size > SMALL_ELEMENTS or not matrix_OK.flags.c_contiguous:
+        torch.mm(torch.from_numpy(x_nK), torch.from_numpy(matrix_OK).t(), out=torch.from_numpy(y_nO))
+    elif len(x_nK) == 1:
+        matrix_OK.dot(x_nK[0], y_nO[0])
+    else:
+        for x_K, y_O in zip(x_nK, y_nO, strict=True):
+            matrix_OK.dot(x_K, y_O)

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+
+Windows: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Pair(NamedTuple):
@@ -35,11 +37,13 @@ class Pair(NamedTuple):
     out_begin: int
 
 
-class Block(NamedTuple):
+@dataclass(eq=False)
+class Block:
     """The weights of one expert of one site. The A of all pairs lie in one tensor, one below the other."""
 
     a_RK: torch.Tensor
     pairs: tuple[Pair, ...]
+    views: Any = None  # what the CPU kernels made of it for the windows of its last step
 
     def to(self, device: torch.device) -> Block:
         """Return the block on another device; itself if it is there already."""
@@ -79,7 +83,7 @@ class Step:
     segments: Sequence[Segment]
     num_entries: int
     num_out_rows: int
-    windows: Sequence[tuple[int, int]]
+    windows: Windows
     in_begin: int = 0
     in_map_N: torch.Tensor | None = None
     out_map_N: torch.Tensor | None = field(default=None)
@@ -89,18 +93,3 @@ class Step:
     def out_width(self) -> int:
         """Columns of the result."""
         return sum(end - begin for begin, end in self.windows)
-
-
-def placed(pair: Pair, windows: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, int]]:
-    """Return the parts of a pair's B that fall into the windows: (rows of B, first column of the result)."""
-    parts = []
-    column, first = 0, pair.out_begin
-    num_rows = pair.b_OR.shape[0]
-    for begin, end in windows:
-        if begin <= first and first + num_rows <= end:
-            return [(pair.b_OR, column + first - begin)]
-        low, high = max(begin, first), min(end, first + num_rows)
-        if low < high:
-            parts.append((pair.b_OR[low - first : high - first], column + low - begin))
-        column += end - begin
-    return parts

@@ -12,11 +12,11 @@ SGLang        by torch, since its kernels are for GPUs: without adapters, and wi
               cores; with our connector as `ours`
 PEFT          transformers and PEFT, mixed batches; a batch ends with its longest answer
 
-vLLM engines run as vLLM serves them (AsyncLLM, engine core in its own process) and are all started before the first
-row; systems take turns. Adapters have ranks 8, 16, 32 and 64 in turn, were all read once, and are drawn by Zipf 1.0.
-Open loop: Poisson arrivals, or those of a trace, compressed. Closed loop: so many requests in flight. `equal`: calls
-whose tokens are those of `ours`, of the calls that both answered. Not here: mixture-of-experts models, for which vLLM
-has no LoRA on CPUs.
+Engines and the server keep to cores of their own, as vLLM does by default. vLLM engines run as vLLM serves
+them (AsyncLLM, engine core in its own process) and are all started before the first row; systems take turns. Adapters
+have ranks 8, 16, 32 and 64 in turn, were all read once, and are drawn by Zipf 1.0. Open loop: Poisson arrivals, or
+those of a trace, compressed. Closed loop: so many requests in flight. `equal`: calls whose tokens are those of `ours`,
+of the calls that both answered. Not here: mixture-of-experts models, for which vLLM has no LoRA on CPUs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -98,20 +97,36 @@ class Contestant:
 def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Contestant]:
     """Start a system for these adapters of work/adapters; its first answer means that it is ready.
 
-    Ours has a server of one shard with one thread.
+    An engine's threads have the first cores, a core each, and ours has a server of one shard with one thread on the
+    others: a shard that wakes on its engine's core stops the engine.
     """
+    cores = sorted(os.sched_getaffinity(0))
+    engine, rest = cores[: system.threads], cores[system.threads :] or cores
     with contextlib.ExitStack() as stack:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(system.threads)}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, engine))
         if system.kind == "ours":
             flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters")]
             flags += ["--layout", "ep1-pp1", "--dtype", "float32", "--device-pool", POOL]
-            server = stack.enter_context(running_server(work / f"{system.name}-server.log", flags))
+            with _on(rest):
+                server = stack.enter_context(running_server(work / f"{system.name}-server.log", flags))
             environment["LORA_SERVER_ADDRESS"] = server.address
         contestant = _spawn(system, environment, work / f"{system.name}.log")
         contestant.server = environment.get("LORA_SERVER_ADDRESS", "")
         stack.callback(contestant.stop)
-        contestant.say(msgspec.json.encode(_start(system, work, adapters)))
+        contestant.say(msgspec.json.encode(_start(system, work, adapters) | {"cores": engine}))
         yield contestant
+
+
+@contextlib.contextmanager
+def _on(cores: Collection[int]) -> Iterator[None]:
+    """Start processes on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any]:
@@ -142,7 +157,7 @@ def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any
 
 
 def _start_sglang(system: System, work: Path, paths: dict[str, str]) -> dict[str, Any]:
-    """SGLang's engine as close to vLLM's as its arguments allow; its threads are those of the environment."""
+    """SGLang's engine as close to vLLM's as its arguments allow; threads are those of the environment."""
     settings: dict[str, Any] = {
         "model_path": str(work / system.base),
         "device": "cpu",
