@@ -18,7 +18,7 @@ from kernels_cuda.ops import Block, Step, Windows
 FEW_ROWS, SMALL_ELEMENTS = 4, 1 << 19  # at most: see bench/results/kernels_cpu-2026-11.md
 PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a millisecond or a few
 Floats: TypeAlias = npt.NDArray[np.float32]
-Matrix: TypeAlias = Floats | torch.Tensor  # of another dtype than float32, which NumPy may lack
+Matrix: TypeAlias = Floats | torch.Tensor  # torch's where weights are not float32: NumPy lacks bfloat16
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
@@ -56,45 +56,47 @@ def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
         yield from _copy(out_UO, sum_UO)
 
 
-class _Part(NamedTuple):
-    """What the windows hold of a pair's B: for these columns of v, and of the result."""
+class _PairWindow(NamedTuple):
+    """The rows of a pair's B in one window: the columns of v that they meet, and the columns of the result."""
 
     b_OR: Matrix
     ranks: slice
     columns: slice
 
 
-class _Views(NamedTuple):
-    """A block as its site's steps read it. `scales`: one per column of v, None if all are `scale`."""
+class _BlockViews(NamedTuple):
+    """A block for steps with these windows. `rank` is that of all pairs together; `scales_R` has a scale per column of
+    v, None where all are `scale`; `width` is the number of columns of the result that `parts` fill."""
 
     windows: Windows
     rank: int
     a_RK: Matrix
     scale: float
     scales_R: Floats | None
-    parts: tuple[_Part, ...]
-    width: int  # columns of the result that the parts fill
+    parts: tuple[_PairWindow, ...]
+    width: int
 
 
-_Segments: TypeAlias = Sequence[tuple[_Views, int, int]]  # first entry, and that after the last
+_Segments: TypeAlias = Sequence[tuple[_BlockViews, int, int]]  # first entry, and that after the last
 
 
-def _views(block: Block, windows: Windows) -> _Views:
-    """Return a block's views, which it keeps: the windows of a site's steps are nearly always the same."""
-    if block.views is None or block.views.windows != windows:
+def _views(block: Block, windows: Windows) -> _BlockViews:
+    """Return a block's views. It keeps them, since the steps at a site nearly always have the same windows."""
+    views: _BlockViews | None = block.views
+    if views is None or views.windows != windows:
         ranks = [pair.a_RK.shape[0] for pair in block.pairs]
         scales = [pair.scale for pair in block.pairs]
-        alike = len(set(scales)) < 2
-        scales_R = None if alike else np.repeat(np.array(scales, np.float32), ranks)
-        parts = tuple(_parts(block, windows))
+        is_even = len(set(scales)) < 2
+        scales_R = None if is_even else np.repeat(np.array(scales, np.float32), ranks)
+        parts = tuple(_pair_windows(block, windows))
         width = sum(part.columns.stop - part.columns.start for part in parts)
-        scale = scales[0] if scales and alike else 1.0
-        block.views = _Views(windows, sum(ranks), _matrix(block.a_RK), scale, scales_R, parts, width)
-    views: _Views = block.views
+        scale = scales[0] if scales and is_even else 1.0
+        views = block.views = _BlockViews(windows, sum(ranks), _matrix(block.a_RK), scale, scales_R, parts, width)
     return views
 
 
-def _parts(block: Block, windows: Windows) -> Iterator[_Part]:
+def _pair_windows(block: Block, windows: Windows) -> Iterator[_PairWindow]:
+    """Cut the B of each pair by the windows, which lie side by side in the result."""
     rank = 0
     for pair in block.pairs:
         ranks = slice(rank, rank + pair.a_RK.shape[0])
@@ -103,12 +105,13 @@ def _parts(block: Block, windows: Windows) -> Iterator[_Part]:
             low, high = max(begin, first), min(end, last)
             if low < high:
                 columns = slice(column + low - begin, column + high - begin)
-                yield _Part(_matrix(pair.b_OR[low - first : high - first]), ranks, columns)
+                yield _PairWindow(_matrix(pair.b_OR[low - first : high - first]), ranks, columns)
             column += end - begin
         rank = ranks.stop
 
 
 def _matrix(w_OK: torch.Tensor) -> Matrix:
+    """Return float32 weights as NumPy's, which share their memory; others as they are."""
     return w_OK.numpy() if w_OK.dtype == torch.float32 else w_OK
 
 

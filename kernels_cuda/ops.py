@@ -43,7 +43,7 @@ class Block:
 
     a_RK: torch.Tensor
     pairs: tuple[Pair, ...]
-    views: Any = None  # what the CPU kernels made of it for the windows of its last step
+    views: Any = None  # a cache of kernels_cuda.cpu
 
     def to(self, device: torch.device) -> Block:
         """Return the block on another device; itself if it is there already."""

@@ -6,7 +6,6 @@ Its own LoRA is the backend `torch_native`; the others are Triton's, for GPUs.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 
 from bench.race.driver import Stream, serve
 from bench.race.load import Call
+from lora_server.demo import children
 
 
 def streams(engine: Any, paths: dict[str, str]) -> Stream:
@@ -46,10 +46,8 @@ def main() -> None:
     import sglang
 
     start = msgspec.json.decode(sys.stdin.buffer.readline())
-    everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, start["cores"])  # of its scheduler, which is the model's process
-    engine = sglang.Engine(**start["settings"])
-    os.sched_setaffinity(0, everywhere)
+    with children.on_cores(start["cores"]):  # its scheduler, which is the model's process
+        engine = sglang.Engine(**start["settings"])
     try:
         engine.loop.run_until_complete(serve(streams(engine, start["paths"])))
     finally:

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,14 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
     An engine's threads have the first cores, a core each, and ours has a server of one shard with one thread on the
     others: a shard that wakes on its engine's core stops the engine.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    engine, rest = cores[: system.threads], cores[system.threads :] or cores
+    engine, rest = children.cores(system.threads)
     with contextlib.ExitStack() as stack:
         environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(system.threads)}
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, engine))
         if system.kind == "ours":
             flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters")]
             flags += ["--layout", "ep1-pp1", "--dtype", "float32", "--device-pool", POOL]
-            with _on(rest):
+            with children.on_cores(rest):
                 server = stack.enter_context(running_server(work / f"{system.name}-server.log", flags))
             environment["LORA_SERVER_ADDRESS"] = server.address
         contestant = _spawn(system, environment, work / f"{system.name}.log")
@@ -116,17 +115,6 @@ def running(system: System, work: Path, adapters: Sequence[str]) -> Iterator[Con
         stack.callback(contestant.stop)
         contestant.say(msgspec.json.encode(_start(system, work, adapters) | {"cores": engine}))
         yield contestant
-
-
-@contextlib.contextmanager
-def _on(cores: Collection[int]) -> Iterator[None]:
-    """Start processes on these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _start(system: System, work: Path, adapters: Sequence[str]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class AdapterLeases:
         telemetry.record("lora.generation", request.waits.began, request.trace, **attributes, **waited)
 
     def pause(self, request_id: str) -> None:
-        """Give the adapter of a preempted request back; it is acquired again when the request is scheduled again."""
+        """Give the adapter of a preempted request back; it is asked for again by `is_ready`, or by the step's plan."""
         request = self._requests.get(request_id)
         if request is not None:
             self._driver.apply(request, RequestEvent.PREEMPTED)
@@ -119,11 +119,6 @@ class AdapterLeases:
             return True
         self._driver.resume(request)
         return request.state.is_ready
-
-    def is_held(self, request_id: str) -> bool:
-        """Return whether a request's adapter is held now. Unlike `is_ready` it asks for nothing."""
-        request = self._requests.get(request_id)
-        return request is not None and request.held_in(self._session.current) is not None
 
     @property
     def num_waiting(self) -> int:

@@ -27,7 +27,7 @@ class Phase(Enum):
     LOADING = "loading"  # the adapter has a place, and takes longer to load than a step
     AWAY = "away"  # the server cannot be asked; `deadline` ends the wait
     HELD = "held"  # the engine may schedule the request
-    PAUSED = "paused"  # preempted, or the lease is gone: asked for again when it is scheduled
+    PAUSED = "paused"  # preempted, or the lease is gone: asked for again before it is scheduled
     FAILED = "failed"  # the engine ends the request with `failure`
     BASE_MODEL = "base_model"  # the base model answers from now on, and the answer says so
     ENDED = "ended"

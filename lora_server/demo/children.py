@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,24 @@ def stop(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def cores(threads: int) -> tuple[list[int], list[int]]:
+    """Return the cores of an engine, one for each thread, and those of its server: the others, or all where there are
+    no others."""
+    every = sorted(os.sched_getaffinity(0))
+    return every[:threads], every[threads:] or every
+
+
+@contextlib.contextmanager
+def on_cores(some: Collection[int]) -> Iterator[None]:
+    """Keep the processes and threads that the block starts to these cores, and this thread until its end."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, some)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager

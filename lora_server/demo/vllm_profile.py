@@ -50,7 +50,8 @@ ENVIRONMENT = {
 class EnginePlan:
     """The measurement that is asked for. `slots` are those of vLLM's own LoRA, `engine_args` vLLM's arguments.
 
-    An engine has `threads`, and one fewer beside a LoRA server, which has the other.
+    An engine has `threads`, and one fewer beside a LoRA server, each on a core of its own where there
+    are enough, and the model is not split; the server has the others.
     """
 
     base_model: Path
@@ -101,7 +102,10 @@ class _Ways:
         settings = {"model": str(plan.base_model), "enable_prefix_caching": False, "skip_tokenizer_init": True}
         settings |= {"disable_log_stats": True, **plan.engine_args}
         paths = {} if kind == "base" else {name: str(plan.adapters / name) for name in names}
+        engine, rest = children.cores(threads)
         environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        if len(engine) == threads and not any("parallel" in name for name in plan.engine_args):
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, engine))
         with contextlib.ExitStack() as stack:
             if kind == "coupled":
                 settings |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": self._max_rank}
@@ -110,7 +114,8 @@ class _Ways:
                 settings = {name: value for name, value in settings.items() if not name.startswith("lora_")}
             if kind == "server":
                 flags = ["--base-model", str(plan.base_model), "--adapters", str(plan.adapters), *plan.serve_args]
-                server = stack.enter_context(running_server(self._work / "server.log", flags))
+                with children.on_cores(rest):
+                    server = stack.enter_context(running_server(self._work / "server.log", flags))
                 environment["LORA_SERVER_ADDRESS"], paths = server.address, dict.fromkeys(names, "by-name")
             first, asked = cells(names if paths else [None], slots)
             found = self._run(StepJob(settings, paths, first, list(asked.values()), ROUNDS), environment)

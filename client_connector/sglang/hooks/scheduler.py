@@ -82,8 +82,6 @@ class ScheduledAdapters:
         """Return whether a request may be scheduled; its KV cache is its adapter's version's from then on."""
         if not self._has(request):
             return True
-        if self.leases is not None:
-            self.leases.is_ready(request.rid)  # asks for the adapter of a preempted request again
         decided = self._decided.get(request.rid)
         if decided is None:
             return False
@@ -169,10 +167,10 @@ def _news(
 
 
 def _readiness(leases: AdapterLeases, name: str) -> Readiness | None:
-    """Judge a waiting request; None: it waits on. What is held before the look at the state has its version in it."""
-    is_held, state = leases.is_held(name), leases.state(name)
+    """Judge a waiting request; None: it waits on, and a preempted one's adapter is asked for again."""
+    is_ready, state = leases.is_ready(name), leases.state(name)  # in this order: what is ready has its version
     failure = _failure_in(state)
-    return Readiness(state.version, state.start, failure) if state is not None and (failure or is_held) else None
+    return Readiness(state.version, state.start, failure) if state is not None and (failure or is_ready) else None
 
 
 def _failure_in(state: RequestState | None) -> Failure | None:
