@@ -4,6 +4,9 @@ The loop polls the signals of the few clients that it answered last. Every other
 region, `unwatched`, and rings a bell (eventfd) of its own: so no client can hide another's push, and a ring without a
 push costs the loop one check. Before the loop sleeps, all clients have to ring; the barrier that `park` describes then
 makes sure that a push was seen, or rings.
+
+A ring may wake the loop on its client's core. The client has work of its own to do there, and would wait until the
+loop sleeps again. So it writes down its core when it rings, and a loop that wakes on that core leaves it.
 """
 
 from __future__ import annotations
@@ -33,16 +36,17 @@ def make_bell() -> int:
 
 
 class Bell:
-    """One end of a client's bell, which owns its descriptor. `word`: four bytes of the client's region."""
+    """One end of a client's bell, which owns its descriptor. `rung_on`: the client's core, plus 1."""
 
-    def __init__(self, word: memoryview, fd: int) -> None:
-        self.unwatched, self.fd = word.cast("I"), fd
+    def __init__(self, region: Region, fd: int) -> None:
+        self.unwatched, self.rung_on, self.fd = region.unwatched.cast("I"), region.rung_on.cast("I"), fd
         self._in_order = park.register()
 
     def ring(self) -> None:
         """Ring after a push, unless the shard polls the signal anyway. Called by the client."""
         if self.unwatched[0] or not self._in_order:
             self.unwatched[0] = 0
+            self.rung_on[0] = park.this_core() + 1
             with contextlib.suppress(OSError):  # it was closed; or rung 2^64 times
                 os.eventfd_write(self.fd, 1)
 
@@ -98,6 +102,7 @@ class Bells(Generic[_P]):
         self._rang = self._parked = False
         self._sleep_seconds = park.SLEEP_SECONDS if park.register() else park.UNORDERED_SECONDS
         self._spin_seconds = park.SPIN_SECONDS
+        self._cores = self._kept_to = frozenset[int]()  # those that the loop may have, and has
 
     def add(self, connection: _P) -> None:
         """Listen to a client's bell, and check once whether it has pushed already."""
@@ -191,6 +196,19 @@ class Bells(Generic[_P]):
                 self._rang = True
             else:
                 self._called.append(connection)
+                self._leave_core(connection.bell.rung_on[0] - 1 if connection.bell is not None else -1)
+
+    def _leave_core(self, core: int) -> None:
+        """Leave a client's core if the loop is on it, and may have another."""
+        if core != park.this_core():
+            return
+        cores = frozenset(os.sched_getaffinity(0))
+        if cores != self._kept_to:  # set by another than us, such as taskset
+            self._cores = cores
+        if others := self._cores - {core}:
+            self._kept_to = others
+            with contextlib.suppress(OSError):  # cores were taken away from this process just now
+                os.sched_setaffinity(0, others)
 
     def _leave_to_ring(self, connections: Iterable[_P]) -> None:
         """Stop watching clients that can ring; queue a check of one that pushed meanwhile."""

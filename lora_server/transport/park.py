@@ -61,6 +61,11 @@ def barrier() -> None:
     _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
 
 
+def this_core() -> int:
+    """Return the core that this thread runs on; -1 where that is unknown."""
+    return int(_libc.sched_getcpu())
+
+
 class Parker:
     """A parking word: its owner waits on it, others wake the owner. `word` is four bytes of (shared) memory."""
 
