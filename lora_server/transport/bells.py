@@ -57,6 +57,25 @@ class Bell:
             os.close(fd)
 
 
+class LoopCores:
+    """The cores of the loop's thread."""
+
+    def __init__(self) -> None:
+        self._every = self._kept_to = frozenset[int]()  # those that it may have, and has
+
+    def leave(self, core: int) -> None:
+        """Leave a client's core if the loop is on it, and may have another."""
+        if core != park.this_core():
+            return
+        cores = frozenset(os.sched_getaffinity(0))
+        if cores != self._kept_to:  # set by another than us, such as taskset
+            self._every = cores
+        if others := self._every - {core}:
+            self._kept_to = others
+            with contextlib.suppress(OSError):  # cores were taken away from this process just now
+                os.sched_setaffinity(0, others)
+
+
 class _OfEpoch(Protocol):
     @property
     def epoch(self) -> int: ...
@@ -100,9 +119,8 @@ class Bells(Generic[_P]):
         self._watched: dict[_P, tuple[memoryview, int]] = {}  # signal, and what it was when all was answered
         self._called: deque[_P] = deque()  # to be looked at once
         self._rang = self._parked = False
-        self._sleep_seconds = park.SLEEP_SECONDS if park.register() else park.UNORDERED_SECONDS
-        self._spin_seconds = park.SPIN_SECONDS
-        self._cores = self._kept_to = frozenset[int]()  # those that the loop may have, and has
+        self._times = park.SpinThenSleep(park.SLEEP_SECONDS)
+        self._cores = LoopCores()
 
     def add(self, connection: _P) -> None:
         """Listen to a client's bell, and check once whether it has pushed already."""
@@ -161,17 +179,15 @@ class Bells(Generic[_P]):
         """Wait until a client pushed or rang: at most one bounded sleep."""
         began = time.monotonic()
         seconds = min(seconds, *(one.pause() for one in self._watched), math.inf)
-        spin_until = began + (min(self._spin_seconds, seconds) if seconds > 0 else park.MAX_SPIN_SECONDS)
+        spin_until = began + (min(self._times.spin_seconds, seconds) if seconds > 0 else park.MAX_SPIN_SECONDS)
         while not self._anything():
             if time.monotonic() >= spin_until:
                 break
         else:
             return
         if seconds > 0:
-            self._park(min(seconds, self._sleep_seconds))
-            waited = time.monotonic() - began
-            short = waited < park.MAX_SPIN_SECONDS
-            self._spin_seconds = min(2 * waited, park.MAX_SPIN_SECONDS) if short else park.SPIN_SECONDS
+            self._park(min(seconds, self._times.sleep_seconds))
+            self._times.waited(time.monotonic() - began)
 
     def _anything(self) -> bool:
         self._hear(self._epoll.poll(0, MAX_RINGS))
@@ -186,7 +202,7 @@ class Bells(Generic[_P]):
             else:
                 self._hear(self._epoll.poll(seconds, MAX_RINGS))
         self._parked = False
-        if self._sleep_seconds < park.SLEEP_SECONDS:  # no barrier: a ring may be missing
+        if not self._times.is_ordered:  # no barrier: a ring may be missing
             self._called.extend(list(self._by_fd.values()))
 
     def _hear(self, events: Iterable[tuple[int, int]]) -> None:
@@ -196,19 +212,7 @@ class Bells(Generic[_P]):
                 self._rang = True
             else:
                 self._called.append(connection)
-                self._leave_core(connection.bell.rung_on[0] - 1 if connection.bell is not None else -1)
-
-    def _leave_core(self, core: int) -> None:
-        """Leave a client's core if the loop is on it, and may have another."""
-        if core != park.this_core():
-            return
-        cores = frozenset(os.sched_getaffinity(0))
-        if cores != self._kept_to:  # set by another than us, such as taskset
-            self._cores = cores
-        if others := self._cores - {core}:
-            self._kept_to = others
-            with contextlib.suppress(OSError):  # cores were taken away from this process just now
-                os.sched_setaffinity(0, others)
+                self._cores.leave(connection.bell.rung_on[0] - 1 if connection.bell is not None else -1)
 
     def _leave_to_ring(self, connections: Iterable[_P]) -> None:
         """Stop watching clients that can ring; queue a check of one that pushed meanwhile."""

@@ -66,6 +66,20 @@ def this_core() -> int:
     return int(_libc.sched_getcpu())
 
 
+class SpinThenSleep:
+    """How long a waiter spins, and then sleeps: it spins longer after short waits."""
+
+    def __init__(self, sleep_seconds: float) -> None:
+        """`sleep_seconds`: where a barrier makes sure that no wake is missed."""
+        self.is_ordered = register()
+        self.sleep_seconds = sleep_seconds if self.is_ordered else UNORDERED_SECONDS
+        self.spin_seconds = SPIN_SECONDS
+
+    def waited(self, seconds: float) -> None:
+        """Learn from a wait that a spin did not end."""
+        self.spin_seconds = min(2 * seconds, MAX_SPIN_SECONDS) if seconds < MAX_SPIN_SECONDS else SPIN_SECONDS
+
+
 class Parker:
     """A parking word: its owner waits on it, others wake the owner. `word` is four bytes of (shared) memory."""
 
@@ -74,8 +88,7 @@ class Parker:
         self._word = word.cast("I")
         self._anchor = ctypes.c_uint32.from_buffer(word)
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
-        self._sleep_seconds = LOOK_SECONDS if register() else UNORDERED_SECONDS
-        self._spin_seconds = SPIN_SECONDS
+        self._times = SpinThenSleep(LOOK_SECONDS)
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Return whether `ready()` came true before `deadline` (time.monotonic()), or one sleep ended early.
@@ -86,20 +99,19 @@ class Parker:
         if ready():
             return True
         began = time.monotonic()
-        spin_until = min(began + self._spin_seconds, deadline)
+        spin_until = min(began + self._times.spin_seconds, deadline)
         while time.monotonic() < spin_until:
             if ready():
                 return True
         self._park(ready, deadline)
-        waited = time.monotonic() - began
-        self._spin_seconds = min(2 * waited, MAX_SPIN_SECONDS) if waited < MAX_SPIN_SECONDS else SPIN_SECONDS
+        self._times.waited(time.monotonic() - began)
         return ready()
 
     def _park(self, ready: Callable[[], bool], deadline: float) -> None:
         self._word[0] = 1
         barrier()
         if not ready():
-            self._sleep(min(self._sleep_seconds, deadline - time.monotonic()))
+            self._sleep(min(self._times.sleep_seconds, deadline - time.monotonic()))
         self._word[0] = 0
 
     def _sleep(self, seconds: float) -> None:
