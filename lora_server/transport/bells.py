@@ -6,7 +6,7 @@ push costs the loop one check. Before the loop sleeps, all clients have to ring;
 makes sure that a push was seen, or rings.
 
 A ring may wake the loop on its client's core. The client has work of its own to do there, and would wait until the
-loop sleeps again. So it writes down its core when it rings, and a loop that wakes on that core leaves it.
+loop sleeps again. So it writes down its core when it rings, and a loop that hears it on that core goes to another.
 """
 
 from __future__ import annotations
@@ -57,25 +57,6 @@ class Bell:
             os.close(fd)
 
 
-class LoopCores:
-    """The cores of the loop's thread."""
-
-    def __init__(self) -> None:
-        self._every = self._kept_to = frozenset[int]()  # those that it may have, and has
-
-    def leave(self, core: int) -> None:
-        """Leave a client's core if the loop is on it, and may have another."""
-        if core != park.this_core():
-            return
-        cores = frozenset(os.sched_getaffinity(0))
-        if cores != self._kept_to:  # set by another than us, such as taskset
-            self._every = cores
-        if others := self._every - {core}:
-            self._kept_to = others
-            with contextlib.suppress(OSError):  # cores were taken away from this process just now
-                os.sched_setaffinity(0, others)
-
-
 class _OfEpoch(Protocol):
     @property
     def epoch(self) -> int: ...
@@ -120,7 +101,6 @@ class Bells(Generic[_P]):
         self._called: deque[_P] = deque()  # to be looked at once
         self._rang = self._parked = False
         self._times = park.SpinThenSleep(park.SLEEP_SECONDS)
-        self._cores = LoopCores()
 
     def add(self, connection: _P) -> None:
         """Listen to a client's bell, and check once whether it has pushed already."""
@@ -212,7 +192,8 @@ class Bells(Generic[_P]):
                 self._rang = True
             else:
                 self._called.append(connection)
-                self._cores.leave(connection.bell.rung_on[0] - 1 if connection.bell is not None else -1)
+                if connection.bell is not None and connection.bell.rung_on[0]:
+                    park.leave_core(connection.bell.rung_on[0] - 1)
 
     def _leave_to_ring(self, connections: Iterable[_P]) -> None:
         """Stop watching clients that can ring; queue a check of one that pushed meanwhile."""

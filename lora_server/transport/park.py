@@ -16,8 +16,10 @@ comes from x86's total store order; other architectures are refused.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -33,6 +35,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MEMBARRIER_GLOBAL_EXPEDITED, _MEMBARRIER_REGISTER = 2, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_quick = ctypes.PyDLL(None)  # for calls that do not wait: it keeps the GIL
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
@@ -62,8 +65,19 @@ def barrier() -> None:
 
 
 def this_core() -> int:
-    """Return the core that this thread runs on; -1 where that is unknown."""
-    return int(_libc.sched_getcpu())
+    """Return the logical CPU that this thread runs on; -1 where that is unknown."""
+    return int(_quick.sched_getcpu())
+
+
+def leave_core(core: int) -> None:
+    """Move this thread to another core, if it is on this one and may have another. It may come back later."""
+    if core != this_core():
+        return
+    with contextlib.suppress(OSError):  # not permitted here, or cores were taken away just now
+        every = os.sched_getaffinity(0)
+        if others := every - {core}:
+            os.sched_setaffinity(0, others)
+            os.sched_setaffinity(0, every)
 
 
 class SpinThenSleep:
