@@ -404,8 +404,9 @@ def test_a_shard_that_dies_is_missed_and_its_successor_serves(served):
             lambda gone=gone: gone.isdisjoint(one.pid for one in status(served.address).shards),
             "its successor is there",
         )
-        served.server.wait_ready()
-        assert status(served.address).shards[0].stats.followers == int(served.setup.led)
+        served.server.wait_ready()  # also while the leader has not reported yet that its follower is gone
+        led = int(served.setup.led)
+        until(lambda led=led: status(served.address).shards[0].stats.followers == led, "it is led as before")
         assert torch.equal(served.logits("gpu"), before)
 
 
