@@ -4,9 +4,6 @@ The loop polls the signals of the few clients that it answered last. Every other
 region, `unwatched`, and rings a bell (eventfd) of its own: so no client can hide another's push, and a ring without a
 push costs the loop one check. Before the loop sleeps, all clients have to ring; the barrier that `park` describes then
 makes sure that a push was seen, or rings.
-
-A ring may wake the loop on its client's core. The client has work of its own to do there, and would wait until the
-loop sleeps again. So it writes down its core when it rings, and a loop that hears it on that core goes to another.
 """
 
 from __future__ import annotations
@@ -36,17 +33,16 @@ def make_bell() -> int:
 
 
 class Bell:
-    """One end of a client's bell, which owns its descriptor. `rung_on`: the client's core, plus 1."""
+    """One end of a client's bell, which owns its descriptor. `word`: four bytes of the client's region."""
 
-    def __init__(self, region: Region, fd: int) -> None:
-        self.unwatched, self.rung_on, self.fd = region.unwatched.cast("I"), region.rung_on.cast("I"), fd
+    def __init__(self, word: memoryview, fd: int) -> None:
+        self.unwatched, self.fd = word.cast("I"), fd
         self._in_order = park.register()
 
     def ring(self) -> None:
         """Ring after a push, unless the shard polls the signal anyway. Called by the client."""
         if self.unwatched[0] or not self._in_order:
             self.unwatched[0] = 0
-            self.rung_on[0] = park.this_core() + 1
             with contextlib.suppress(OSError):  # it was closed; or rung 2^64 times
                 os.eventfd_write(self.fd, 1)
 
@@ -100,7 +96,8 @@ class Bells(Generic[_P]):
         self._watched: dict[_P, tuple[memoryview, int]] = {}  # signal, and what it was when all was answered
         self._called: deque[_P] = deque()  # to be looked at once
         self._rang = self._parked = False
-        self._times = park.SpinThenSleep(park.SLEEP_SECONDS)
+        self._sleep_seconds = park.SLEEP_SECONDS if park.register() else park.UNORDERED_SECONDS
+        self._spin_seconds = park.SPIN_SECONDS
 
     def add(self, connection: _P) -> None:
         """Listen to a client's bell, and check once whether it has pushed already."""
@@ -159,15 +156,17 @@ class Bells(Generic[_P]):
         """Wait until a client pushed or rang: at most one bounded sleep."""
         began = time.monotonic()
         seconds = min(seconds, *(one.pause() for one in self._watched), math.inf)
-        spin_until = began + (min(self._times.spin_seconds, seconds) if seconds > 0 else park.MAX_SPIN_SECONDS)
+        spin_until = began + (min(self._spin_seconds, seconds) if seconds > 0 else park.MAX_SPIN_SECONDS)
         while not self._anything():
             if time.monotonic() >= spin_until:
                 break
         else:
             return
         if seconds > 0:
-            self._park(min(seconds, self._times.sleep_seconds))
-            self._times.waited(time.monotonic() - began)
+            self._park(min(seconds, self._sleep_seconds))
+            waited = time.monotonic() - began
+            short = waited < park.MAX_SPIN_SECONDS
+            self._spin_seconds = min(2 * waited, park.MAX_SPIN_SECONDS) if short else park.SPIN_SECONDS
 
     def _anything(self) -> bool:
         self._hear(self._epoll.poll(0, MAX_RINGS))
@@ -182,7 +181,7 @@ class Bells(Generic[_P]):
             else:
                 self._hear(self._epoll.poll(seconds, MAX_RINGS))
         self._parked = False
-        if not self._times.is_ordered:  # no barrier: a ring may be missing
+        if self._sleep_seconds < park.SLEEP_SECONDS:  # no barrier: a ring may be missing
             self._called.extend(list(self._by_fd.values()))
 
     def _hear(self, events: Iterable[tuple[int, int]]) -> None:
@@ -192,8 +191,6 @@ class Bells(Generic[_P]):
                 self._rang = True
             else:
                 self._called.append(connection)
-                if connection.bell is not None and connection.bell.rung_on[0]:
-                    park.leave_core(connection.bell.rung_on[0] - 1)
 
     def _leave_to_ring(self, connections: Iterable[_P]) -> None:
         """Stop watching clients that can ring; queue a check of one that pushed meanwhile."""

@@ -16,10 +16,8 @@ comes from x86's total store order; other architectures are refused.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -35,7 +33,6 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _MEMBARRIER_GLOBAL_EXPEDITED, _MEMBARRIER_REGISTER = 2, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_quick = ctypes.PyDLL(None)  # for calls that do not wait: it keeps the GIL
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
@@ -64,36 +61,6 @@ def barrier() -> None:
     _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
 
 
-def this_core() -> int:
-    """Return the logical CPU that this thread runs on; -1 where that is unknown."""
-    return int(_quick.sched_getcpu())
-
-
-def leave_core(core: int) -> None:
-    """Move this thread to another core, if it is on this one and may have another. It may come back later."""
-    if core != this_core():
-        return
-    with contextlib.suppress(OSError):  # not permitted here, or cores were taken away just now
-        every = os.sched_getaffinity(0)
-        if others := every - {core}:
-            os.sched_setaffinity(0, others)
-            os.sched_setaffinity(0, every)
-
-
-class SpinThenSleep:
-    """How long a waiter spins, and then sleeps: it spins longer after short waits."""
-
-    def __init__(self, sleep_seconds: float) -> None:
-        """`sleep_seconds`: where a barrier makes sure that no wake is missed."""
-        self.is_ordered = register()
-        self.sleep_seconds = sleep_seconds if self.is_ordered else UNORDERED_SECONDS
-        self.spin_seconds = SPIN_SECONDS
-
-    def waited(self, seconds: float) -> None:
-        """Learn from a wait that a spin did not end."""
-        self.spin_seconds = min(2 * seconds, MAX_SPIN_SECONDS) if seconds < MAX_SPIN_SECONDS else SPIN_SECONDS
-
-
 class Parker:
     """A parking word: its owner waits on it, others wake the owner. `word` is four bytes of (shared) memory."""
 
@@ -102,7 +69,8 @@ class Parker:
         self._word = word.cast("I")
         self._anchor = ctypes.c_uint32.from_buffer(word)
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
-        self._times = SpinThenSleep(LOOK_SECONDS)
+        self._sleep_seconds = LOOK_SECONDS if register() else UNORDERED_SECONDS
+        self._spin_seconds = SPIN_SECONDS
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Return whether `ready()` came true before `deadline` (time.monotonic()), or one sleep ended early.
@@ -113,19 +81,20 @@ class Parker:
         if ready():
             return True
         began = time.monotonic()
-        spin_until = min(began + self._times.spin_seconds, deadline)
+        spin_until = min(began + self._spin_seconds, deadline)
         while time.monotonic() < spin_until:
             if ready():
                 return True
         self._park(ready, deadline)
-        self._times.waited(time.monotonic() - began)
+        waited = time.monotonic() - began
+        self._spin_seconds = min(2 * waited, MAX_SPIN_SECONDS) if waited < MAX_SPIN_SECONDS else SPIN_SECONDS
         return ready()
 
     def _park(self, ready: Callable[[], bool], deadline: float) -> None:
         self._word[0] = 1
         barrier()
         if not ready():
-            self._sleep(min(self._times.sleep_seconds, deadline - time.monotonic()))
+            self._sleep(min(self._sleep_seconds, deadline - time.monotonic()))
         self._word[0] = 0
 
     def _sleep(self, seconds: float) -> None:

@@ -96,7 +96,7 @@ class ShmLink(Link):
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
             mapping = self._mapping = Mapping(layout.nbytes, fds[0])
             self.region = Region(mapping.view, Region.read_geometry(mapping.view))
-            self._bell, self._parker = Bell(self.region, os.dup(fds[1])), park.Parker(self.region.parked)
+            self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if prepare is not None:
                 mirror, offers = prepare(self.region, answer, fds[2] if shares else -1)
                 socket.send_fds(self._socket, [messages.encode(Mapped(mirror))], offers)

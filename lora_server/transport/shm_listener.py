@@ -196,7 +196,7 @@ class ShmListener:
         fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
         try:
             peer.hello, peer.region = hello, Region(memory.view, layout)
-            peer.bell = Bell(peer.region, make_bell())
+            peer.bell = Bell(peer.region.unwatched, make_bell())
             fds = [fd, peer.bell.fd]
             peer.region.write_geometry()
             answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)

@@ -4,7 +4,7 @@
     line 1  response signal   written by the shard
     line 2  client is parked  (see transport.park)
     line 3  geometry          written once by the shard: magic, version, depth, slot sizes, widest rows
-    line 4  shard looks away, and the client's core when it rang  (see transport.bells)
+    line 4  shard looks away  (see transport.bells)
     slots   depth requests, then depth responses, page aligned
 
 Slot of a step: seq mod depth. The client pushes seq only when the response to seq - depth has been
@@ -84,7 +84,6 @@ class Region:
         self.response_signal = memory[LINE_BYTES : LINE_BYTES + 8].cast("Q")
         self.parked = memory[2 * LINE_BYTES : 2 * LINE_BYTES + 4]
         self.unwatched = memory[4 * LINE_BYTES : 4 * LINE_BYTES + 4]
-        self.rung_on = memory[4 * LINE_BYTES + 4 : 4 * LINE_BYTES + 8]
         first_response = PAGE_BYTES + layout.depth * layout.request_bytes
         self._requests = [self._slot(PAGE_BYTES, layout.request_bytes, i) for i in range(layout.depth)]
         self._responses = [self._slot(first_response, layout.response_bytes, i) for i in range(layout.depth)]
