@@ -12,7 +12,7 @@ class Timings:
     # a server's clients
     grant: float = 10.0  # for every shard to confirm a new client
     await_call: float = 1.0  # the longest that the controller lets one Await call wait
-    foreign_step: float = 5.0  # a shard keeps a step until it learns that the client holds the step's adapter
+    foreign_step: float = 5.0  # a shard keeps a step until it learns of its adapter, and that the client holds it
     first_in_queue: float = 3.0  # the first request of the queue waits before adapters in use are drained for it
     weights: float = 0.1  # a client's steps wait so long together for weights that are loading, unless it waits for all
     loading: float = 600.0  # an admitted request waits so long for its adapter to load

@@ -79,7 +79,7 @@ class NewShards:
                         f"{layout}: adapter {name_of(self._adapters.catalog, handle)} cannot be loaded there, so that "
                         f"its fit is unknown: {reason}; mend or remove it, or unpin it if no request uses it"
                     )
-            elif sizes.unmeasured([handle]) is None:
+            elif sizes.unmeasured([handle]) is None and self.sync.residency.is_opened(handle):
                 if unfit := admission.unfit(sizes, {handle}, layout):
                     raise unfit
                 self._fitting.add(handle)

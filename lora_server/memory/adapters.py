@@ -37,7 +37,7 @@ class ShardAdapters:
         memory, `done` is called at once and the load is deferred. Not eager: `done` is called when the files were
         measured; `prewarm`, or any demand, loads the adapter. `asked`: a request waits for that, so it comes before
         others, and files that this node lacks are fetched; without, these are not measured. `size`: the bytes of device
-        pool that it took in an earlier process of this shard; with it the files are not measured.
+        pool that it is known to take; with it the files are not measured, unless they are fetched.
         """
         with self._lock:
             entry = self._table.entries.get(handle)
@@ -48,7 +48,7 @@ class ShardAdapters:
                     self._lock.owe((done, error))
                     return
                 entry = self._table.add(handle, source)
-                if size is not None:
+                if size is not None and not (asked and self._planner.remote.lacks(source)):
                     entry.footprint.size = entry.footprint.nbytes = size
                 self._activate(entry)
             elif entry.source.version != source.version:
@@ -157,7 +157,7 @@ class ShardAdapters:
         Each `done` that waits for it gets an AdapterLoadError.
         """
         with self._lock:
-            entry = self._table.entries.pop(handle, None)
+            entry = self._table.remove(handle)
             if entry is None:
                 return
             self._tier.forget(handle)

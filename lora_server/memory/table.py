@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from lora_server.memory.entry import AdapterEntry, Source
 
+MOST_GONE = 65_536
+
 
 class AdapterTable:
     """Entries by handle, and which of them changed. The store's lock guards it; single look-ups need no lock."""
@@ -15,6 +17,7 @@ class AdapterTable:
         self.entries: dict[int, AdapterEntry] = {}
         self.complete: set[int] = set()  # handles with all layers READY
         self.dropped: dict[AdapterEntry, object] = {}  # not freed yet, with what the tier withdrew
+        self._gone: dict[int, None] = {}  # the last handles that were removed
         self._changed: set[int] = set()
         self._registered = 0
 
@@ -23,6 +26,17 @@ class AdapterTable:
         self._registered += 1
         entry = self.entries[handle] = AdapterEntry(handle, source, self.layers, self._registered)
         return entry
+
+    def remove(self, handle: int) -> AdapterEntry | None:
+        """Forget an adapter, and return its entry if it was known."""
+        self._gone[handle] = None
+        if len(self._gone) > MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+        return self.entries.pop(handle, None)
+
+    def is_gone(self, handle: int) -> bool:
+        """Return whether it was removed, and not very many since."""
+        return handle in self._gone
 
     def among(self, handles: Iterable[int]) -> list[AdapterEntry]:
         """Return the entries of those handles that are known."""

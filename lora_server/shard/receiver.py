@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from lora_server.errors import AdapterNotLoadedError, LoraServerError, PermissionDeniedError
+from lora_server.errors import AdapterNotLoadedError, LoraServerError, PermissionDeniedError, UnknownAdapterError
 from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.schedule import NOT_READY, PendingStep, cost
@@ -58,7 +58,7 @@ class StepReceiver:
     max_step_rows: int
     port: Port
     store: WeightStore
-    foreign_seconds: float = Timings.foreign_step  # within which a shard is told what its clients hold
+    foreign_seconds: float = Timings.foreign_step  # within which a shard is told of adapters, and of clients' holds
     patience: WeightsPatience = field(default_factory=WeightsPatience)
     pending: dict[int, PendingStep] = field(default_factory=dict)  # by client
     row_ns: float = 0.0  # that a step's cost of one row takes: a moving mean
@@ -132,12 +132,14 @@ class StepReceiver:
         return not step.blocked
 
     def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
-        """Return whether a step may name handles that the client is not known to hold. It may if they are no adapters:
-        `gather` refuses those. Raises PermissionDeniedError once the shard would have been told of a hold."""
-        foreign = self.store.known(lacking)
-        if foreign and time.monotonic_ns() >= min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
-            raise PermissionDeniedError(
-                f"shard {self.index} {step.header.where}: got handle {min(foreign)}, which this client does not hold; "
-                "acquire it first"
-            )
-        return not foreign
+        """Return whether a step may name handles that the client is not known to hold. It may if one was dropped:
+        `gather` refuses that. The controller answers a client before it has told all shards of an adapter and the hold.
+        Raises PermissionDeniedError, or UnknownAdapterError, once this shard would have been told."""
+        if self.store.gone(lacking) or min(lacking) < 0:  # which is none
+            return True
+        if time.monotonic_ns() < min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
+            return False
+        got = f"shard {self.index} {step.header.where}: got handle"
+        if foreign := self.store.known(lacking):
+            raise PermissionDeniedError(f"{got} {min(foreign)}, which this client does not hold; acquire it first")
+        raise UnknownAdapterError(f"{got} {min(lacking)}, which is unknown here; acquire its adapter first")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 @pytest.fixture
 def loaded(tiny_adapters):
-    with loaded_rig(tiny_adapters["all"]) as rig:
+    with loaded_rig(tiny_adapters["all"], foreign_seconds=0.01) as rig:  # a handle that is damaged is not on its way
         yield rig
 
 

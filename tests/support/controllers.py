@@ -36,7 +36,7 @@ def make_tiny_controller(**settings):
     return Controller(agreement, **settings)
 
 
-def kept(name, handle, version="v1", listed=True, pinned=False):
+def kept(name, handle, version="v1", listed=True, pinned=False, outline=""):
     """An adapter as a shard keeps it."""
     record = Record(
         handle=handle,
@@ -50,6 +50,7 @@ def kept(name, handle, version="v1", listed=True, pinned=False):
         warnings=("careful",),
         invocation=Invocation((1, 2)),
         pinned=pinned,
+        outline=outline,
     )
     encoded = record.encode()
     return pb.Load(handle=handle, path="/x", version=version, record=encoded, listed=listed, pinned=pinned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -45,6 +46,7 @@ class Record:
     pinned: bool = False
     of_directory: bool = False
     slo_class: str = ""  # that it was given by name
+    outline: str = ""  # digest of where its matrices lie, see adapters/outline.py; '' in an older ledger
 
     @cached_property
     def site_codes(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class Record:
     def decode(cls, data: bytes) -> Record:
         """Read what `encode` wrote."""
         record = msgspec.json.decode(data, type=cls)
-        return replace(record, sites=_shared(record.sites))
+        return replace(record, sites=_shared(record.sites), outline=sys.intern(record.outline))
 
 
 @lru_cache(maxsize=1024)
@@ -109,6 +111,7 @@ def draft(name: str, adapter: Adapter, version: str, uri: str, path: str, stamp:
         warnings=adapter.warnings,
         invocation=adapter.invocation,
         uri=uri,
+        outline=sys.intern(adapter.outline.key.hex()),
     )
 
 

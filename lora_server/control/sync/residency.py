@@ -76,6 +76,10 @@ class CountedLayers:
         """Return whether every layer is there."""
         return self.on_all(layers) == self._all
 
+    def have_opened(self, known: npt.NDArray[np.bool_]) -> bool:
+        """Return whether all shards that count have opened an adapter's files."""
+        return bool((known | ~self.counts).all())
+
     def lacking(self, layers: Layers) -> npt.NDArray[np.bool_]:
         """Return the shards that count and lack layers, as a mask."""
         return self.counts & (layers < self.owned)
@@ -116,6 +120,11 @@ class ResidencyTable:
             else:
                 found.known[shard] = True
                 found.errors.pop(shard, None)
+
+    def is_opened(self, handle: int) -> bool:
+        """Return whether all shards have opened its files, or said that their disk has none."""
+        with self._lock:
+            return self._counted.have_opened(self._rows.get(handle, self._unknown).known)
 
     def forget(self, handle: int) -> None:
         """Remove an adapter."""
@@ -188,7 +197,7 @@ class ResidencyTable:
                 return "failed"
             if self._counted.is_complete(found.layers):
                 return "ready"
-            if prewarmed or found.loading.any() or not (found.known | ~self._counted.counts).all():
+            if prewarmed or found.loading.any() or not self._counted.have_opened(found.known):
                 return "loading"
             if self._counted.is_complete(np.maximum(found.layers, found.host_layers)):
                 return "host"

@@ -67,6 +67,28 @@ class PrewarmCommands:
         return record is None or self._catalog.is_listed(record)
 
 
+class LoadCommands:
+    """The commands to load an adapter: one for all shards on which it takes the same, encoded once.
+
+    A shard that is told what an adapter takes does not open its files before it loads it. `tells_size`: the others find
+    out that their node has none, so that an operator who adds it is told.
+    """
+
+    def __init__(self, load: pb.Load, tells_size: bool = True) -> None:
+        self.load, self._tells_size = load, tells_size
+        self._of_size: dict[int | None, SharedCommand] = {}
+
+    def of_size(self, size: int | None) -> SharedCommand:
+        """Return the command for the shards on which it takes this; None: they are to measure it."""
+        size = size if self._tells_size else None
+        if (command := self._of_size.get(size)) is None:
+            own = pb.ShardCommand(load=self.load)  # a copy
+            if size is not None:
+                own.load.size = size
+            command = self._of_size[size] = SharedCommand(own, has_outcome=True)
+        return command
+
+
 class ShardSync:
     """Sends the shards commands about adapters, and keeps what they report. Thread-safe.
 
@@ -124,31 +146,26 @@ class ShardSync:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
         files, and load it where there is room, or when a step needs it. `asked`: a request waits for that."""
         with self.lock:
-            load = self._message(record, eager, asked)
-            shared = SharedCommand(pb.ShardCommand(load=load), has_outcome=True)
+            loads = LoadCommands(self._message(record, eager, asked), tells_size=asked)
             if (other := self.other) is not None:
                 other.spread.add([record.handle])
                 for handle in other.shards.live().values():
-                    other._load_on(handle, record, shared)
+                    other._load_on(handle, record, loads)
             self.spread.add([record.handle])
-            return [self._load_on(handle, record, shared) for handle in self.shards.live().values()]
+            return [self._load_on(handle, record, loads) for handle in self.shards.live().values()]
 
     def ask(self, handle: ShardHandle, record: Record) -> None:
         """Have one shard measure an adapter that a request waits for, unless it has."""
         with self.lock:
             if (owner := self.of(handle)) is not None and owner.sizes.of(record.handle, handle.shard) is None:
-                load = self._message(record, asked=True)
-                owner._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
+                owner._load_on(handle, record, LoadCommands(self._message(record, asked=True)))
 
-    def _load_on(self, handle: ShardHandle, record: Record, shared: SharedCommand) -> PendingCommand:
-        load = shared.command.load
-        if load.eager:
+    def _load_on(self, handle: ShardHandle, record: Record, loads: LoadCommands) -> PendingCommand:
+        if loads.load.eager:
             self.prewarm.asked(record.handle, handle.shard)
-        if (size := self.sizes.of(record.handle, handle.shard)) is not None:  # a shard that was restarted
-            own = pb.ShardCommand(load=load)  # a copy
-            own.load.size = size
-            shared = SharedCommand(own, has_outcome=True)
-        return handle.commands.send(shared, partial(self._loaded, handle, record))
+        self.sizes.set_outline(record.handle, record.outline)
+        command = loads.of_size(self.sizes.of(record.handle, handle.shard))
+        return handle.commands.send(command, partial(self._loaded, handle, record))
 
     def _loaded(self, handle: ShardHandle, record: Record, error: LoraServerError | None) -> None:
         """Take the outcome of a load. A shard's death is none: its successor is sent the load again."""
@@ -280,8 +297,7 @@ class ShardSync:
         self.prewarm.offer(record.handle for record in records if record.handle in self.spread.on_all)
         for record in records:  # a shard that has one keeps only the record
             if record.handle in self.spread.on_all:
-                load = self._message(record, eager=record.handle in first)
-                self._load_on(handle, record, SharedCommand(pb.ShardCommand(load=load), has_outcome=True))
+                self._load_on(handle, record, LoadCommands(self._message(record, eager=record.handle in first)))
             elif handle.shard in self.spread.keepers(record.handle):
                 handle.commands.send(pb.ShardCommand(note=self._message(record)))
 
@@ -298,6 +314,7 @@ class ShardSync:
             for one in moved:
                 if (record := self._catalog.by_handle(one.handle)) is not None:
                     self.residency.report(shard, one)
+                    self.sizes.set_outline(one.handle, record.outline)
                     if one.measured:
                         self.sizes.set_size(one.handle, shard, one.bytes)
                     self._note(record, shard)

@@ -1,8 +1,9 @@
 """The directory of weights that a shard's kernel reads: for (handle, site) an Entry of protocol.cuh, in GPU memory.
 
-A handle is an index and a generation. A step waits for an adapter that is known and not READY; a handle of another
-generation is unknown. READY is written after everything else, and taken back before pages are: the kernel acknowledges
-that, and the pages are free once it has done what it ordered before.
+A handle is an index and a generation. A step waits for an adapter that is known and not READY, and for a while for one
+that nobody has told the shard of; a handle of another generation, or of one that is GONE, is refused. READY is written
+after everything else, and taken back before pages are: the kernel acknowledges that, and the pages are free once it has
+done what it ordered before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from lora_server.device.host.arguments import TURN
 from lora_server.device.host.kernel import ServeKernel
-from lora_server.device.protocol.codes import HANDLE_BITS, UNEVEN, CommandKind
+from lora_server.device.protocol.codes import GONE_BIT, HANDLE_BITS, UNEVEN, CommandKind
 from lora_server.device.protocol.layout import ENTRY, MAX_GENERATION, handle_of, parts
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import PROJECTIONS
@@ -155,7 +156,8 @@ class DeviceDirectory:
         with self._lock:
             if index >= len(self._host) or self._host[index]["generation"].max() != generation:
                 return
-            self._host[index]["ready"] = self._host[index]["generation"] = 0
+            self._host[index]["ready"] = 1 << GONE_BIT | generation
+            self._host[index]["generation"] = 0
             self._write_words(index, range(self._layers))
             self._write(index)
         self._retire(index)  # until then a step that found it ready reads the rest of its fields

@@ -9,7 +9,7 @@ constexpr uint64 STEP_ROWS = LORA_STEP_ROWS, MOST_ROWS = LORA_MOST_ROWS, AHEAD_R
 constexpr uint64 ROW_NS = 32;  // that a row takes, roughly: what a deadline has to spare for it
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = LORA_MAX_BUDGET_US;
-constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears what its clients hold
+constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears of adapters, and what its clients hold
 constexpr uint64 WEIGHTS_NS = LORA_WEIGHTS_NS;  // for which a client's steps wait for weights: shard/patience.py
 
 // Of the step at hand, whose client is `whose`: where its link, site and first tables are, a look costs no trip to memory.
@@ -237,7 +237,7 @@ struct Poller {
         sync_warp();
     }
 
-    // Whether its client holds what it names, the weights are here, and its leader has numbered it; or its time is over.
+    // Whether what it names is known here, its client holds that, the weights are here, and its leader has numbered it; or its time is over.
     DEVICE void recheck(int l) {
         const Link& k = s.links[l];
         const bool numbered = s.role != FOLLOWS || is_numbered(l);
@@ -249,10 +249,11 @@ struct Poller {
         const Site site = is_site ? site_of(s, h) : Site();  // on its way beside what is looked up
         const Lacks lacks = is_site ? look_up(s, l, h, tables(), lane) : Lacks();
         keep_site(site);
-        if (votes(lacks.foreign)) {
+        const bool foreign = votes(lacks.foreign), untold = votes(lacks.untold);
+        if (foreign || untold) {
             const uint64 heard = m.link.received + HELD_NS;
             const bool late = together(now_ns()) >= (heard < expires ? heard : expires);
-            if (late || draining) refuse(l, seq, late ? NOT_HELD : DRAINING);
+            if (late || draining) refuse(l, seq, !late ? DRAINING : foreign ? NOT_HELD : UNKNOWN_ADAPTER);
             return;
         }
         const unsigned lacking = votes(lacks.weights);

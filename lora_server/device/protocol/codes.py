@@ -12,6 +12,7 @@ CONNECT_WORDS = 14  # of layout.LINK
 MAX_TENANTS = 1024  # of which a shard's kernel keeps shares; the last is shared by all that come later
 ORDERS, COMMANDS, NOTES = 4, 16, 64  # places for each, which are used in turn
 HANDLE_BITS = 16  # of a handle's index; above it lie 15 bits of its generation
+GONE_BIT = 32  # of an entry's `ready`, beside the generation of an adapter that was dropped
 UNEVEN = -1  # tiles of each expert: first_tile is where the experts' places begin
 
 

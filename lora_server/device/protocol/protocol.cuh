@@ -39,12 +39,13 @@ enum Asked { NOTHING_ASKED, ASKED, ALL_HERE };  // the host for weights; whether
 
 // The weights of (handle, site). A copy engine sets `ready` behind the pages, in stream order.
 struct alignas(32) Entry {
-    uint64 ready;         // == generation: the pages are there
+    uint64 ready;         // == generation: the pages are there; GONE | the generation of an adapter that was dropped
     unsigned generation;  // of the adapter that has the handle's index now
     int row, first_tile, tiles_each;  // or, with UNEVEN tiles each, first_tile is where the experts' places begin
     int first_expert, end_expert;  // that are here
 };
 constexpr int UNEVEN = LORA_UNEVEN, HANDLE_BITS = LORA_HANDLE_BITS;
+constexpr uint64 GONE = 1ull << LORA_GONE_BIT;
 
 struct alignas(16) Site { int in_width, out_width, experts, unused; };
 

@@ -5,50 +5,61 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Callable
 
 import numpy as np
 
 from lora_server.device.protocol.codes import NoteKind, Refusal
+from lora_server.device.protocol.layout import handle_of
 from lora_server.timings import Timings
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_scene import Scene
-from tests.support.gpu.gpu_shard import Waiting
+from tests.support.gpu.gpu_shard import HANDLES, Waiting
 from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
+
+FOREIGN_NS = round(Timings.foreign_step * 1e9)
 
 
 def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
-    """A step with an adapter that its client does not hold waits as long as at the loop, or until it is late, and is
-    refused, unless the shard is told of the lease in time. No other client waits for it."""
+    """A step with an adapter that its client does not hold, or that nobody has told the shard of, waits as long as at
+    the loop, or until it is late, and is refused, unless the shard is told in time. No other client waits for it."""
     scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
     other, forger = scene.clients
     shard, world = scene.shard, scene.world
 
-    def forged(budget_us: int) -> Waiting:
-        forger.push(BODIES[0], scene.handles, budget_us=budget_us)
+    def forged(budget_us: int, handle: int = scene.handle) -> Waiting:
+        forger.push(BODIES[0], (handle, handle), budget_us=budget_us)
         yield from forger.answered_to()
 
-    def meanwhile(ns: int, heard: bool) -> Waiting:
+    def meanwhile(ns: int, hears: Callable[[], object] | None = None) -> Waiting:
         while (NoteKind.TAKEN, forger.link, forger.seq, 0) not in shard.notes:
             yield
         yield from other.step(BODIES[3], scene.handles)
         world.pass_time(ns - 1_000_000)
         yield from other.step(BODIES[3], scene.handles)
         assert not forger.is_answered(), "it was not waited for"
-        if heard:
-            shard.hold(forger.link, scene.handle)
+        if hears is not None:
+            hears()
         else:
             world.pass_time(1_000_000)
 
-    for budget_us, ns in ((2**40, round(Timings.foreign_step * 1e9)), (5_000, 5_000_000)):
+    for budget_us, ns in ((2**40, FOREIGN_NS), (5_000, 5_000_000)):
         world.write(shard.held[forger.link], 0)
-        scene.do(forged(budget_us), meanwhile(ns, heard=False))
+        scene.do(forged(budget_us), meanwhile(ns))
         assert forger.code(forger.seq) == "permission_denied"
-        scene.do(forged(budget_us), meanwhile(ns, heard=True))
+        scene.do(forged(budget_us), meanwhile(ns, lambda: shard.hold(forger.link, scene.handle)))
         forger.look(forger.seq, BODIES[0], scene.handles, {scene.handle})
         assert forger.code(forger.seq) == ""
     shard.hold(forger.link, scene.handle + (1 << 16))
     scene.do(forged(1))
     assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
+    world.write(shard.directory["ready"][1], 0)  # no adapter has had this index yet
+    for new in (handle_of(1, 1), handle_of(HANDLES + 1, 1)):
+        scene.do(forged(2**40, new), meanwhile(FOREIGN_NS))
+        assert forger.code(forger.seq) == "unknown_adapter"
+    scene.do(forged(2**40, handle_of(1, 1)), meanwhile(FOREIGN_NS, lambda: shard.finish(shard.begin(1, 0))))
+    forger.look(forger.seq, BODIES[0], (handle_of(1, 1),) * 2, {handle_of(1, 1)})
+    assert forger.code(forger.seq) == ""
     assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for another"
 
 
@@ -62,13 +73,21 @@ def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
                 client.seq += 1
                 memory = client.memory(body, scene.handles, client.seq, 2**40)
                 memory[at : at + 4] = value.to_bytes(4, "little")
-                scene.do(client.one(memory))
+                scene.do(client.one(memory), told_of_all(client))
                 _, request = client.reference.check(bytes(memory), client.id, client.epoch, client.seq)
                 code = client.code(client.seq)
                 if request is None:
                     assert code == "protocol", f"byte {at} = {value:#x}: got {code}"
                 else:
                     assert code != "protocol" or request.header.dtype != body.dtype, f"byte {at} = {value:#x}"
+
+
+def told_of_all(client: WildClient) -> Waiting:
+    """Pass the time within which a shard would have been told of an adapter, until the step is answered."""
+    while not client.is_answered():
+        for _ in range(200):
+            yield
+        client.world.pass_time(FOREIGN_NS)
 
 
 def request_of(scene: Scene, client: WildClient, body: Body) -> bytearray:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels_cuda.residency import LANES
-from lora_server.device.protocol.codes import HANDLE_BITS, UNEVEN, Refusal
-from lora_server.device.protocol.layout import ENTRY, SERVE, SITE, parts
+from lora_server.device.protocol.codes import GONE_BIT, HANDLE_BITS, UNEVEN, Refusal
+from lora_server.device.protocol.layout import ENTRY, MAX_GENERATION, SERVE, SITE, parts
 from lora_server.errors import ProtocolError
 from lora_server.shard import request as requests
 from lora_server.spec import PROJECTIONS, Site
@@ -27,7 +27,7 @@ AT = Site(1, "down")
 PROJECTION = PROJECTIONS.index(AT.projection)
 HANDLES, LINK, TURN, MOST = 40, 3, 77, 1024
 SEGMENTS, ENTRIES = 192, 256  # that a warp looks at together
-NAMES = "checked checked_in foreign missing looked_up_in translated translated_in unused"
+NAMES = "checked checked_in untold foreign missing looked_up_in translated translated_in"
 FOUND = np.dtype([(name, "<i4") for name in NAMES.split()])
 
 
@@ -97,10 +97,19 @@ class Tables:
         known = index < HANDLES and generation and self.site[index]["generation"] == generation
         return self.site[index] if known else None
 
-    def lacks(self) -> tuple[bool, int]:
-        """Return whether a segment names an adapter that the client does not hold, and a handle without weights: that
-        of the first lane that meets one."""
-        foreign, missing = False, 0
+    def may_come(self, handle: int) -> bool:
+        """Whether a shard may still be told of an adapter that it does not know."""
+        index, generation = parts(handle)
+        if index >= HANDLES or not 0 < generation <= MAX_GENERATION:
+            return 0 < generation <= MAX_GENERATION
+        if self.held[LINK, index] == generation or self.site[index]["generation"]:
+            return False
+        return bool(self.site[index]["ready"] != 1 << GONE_BIT | generation)
+
+    def lacks(self) -> tuple[bool, bool, int]:
+        """Return whether a segment names an adapter that may still come, one that the client does not hold, and a
+        handle without weights: that of the first lane that meets one."""
+        untold, foreign, missing = False, False, 0
         for i in sorted(range(len(self.segments)), key=lambda i: (i % LANES, i)):
             handle = self.segments[i][0]
             entry = self.entry_of(handle)
@@ -108,7 +117,9 @@ class Tables:
                 index, generation = parts(handle)
                 foreign |= self.held[LINK, index] != generation
                 missing = missing or handle * int(entry["ready"] != generation)
-        return foreign, missing
+            else:
+                untold |= self.may_come(handle)
+        return untold, foreign, missing
 
     def translated(self) -> list[tuple[int, int, int, int]] | Refusal:
         found, misplaced = [], False
@@ -158,10 +169,10 @@ def ask(tables: Tables, library: ctypes.CDLL) -> tuple[np.void, np.ndarray]:
 
 def compare(tables: Tables, library: ctypes.CDLL) -> np.void:
     """Raises AssertionError where the kernel finds something else than the loop over segments."""
-    sound, (foreign, missing), expected = tables.checked(), tables.lacks(), tables.translated()
+    sound, lacking, expected = tables.checked(), tables.lacks(), tables.translated()
     found, used = ask(tables, library)
     assert (found["checked"] == Refusal.NOTHING_WRONG) == sound, Refusal(found["checked"])
-    assert (bool(found["foreign"]), int(found["missing"])) == (foreign, missing)
+    assert (bool(found["untold"]), bool(found["foreign"]), int(found["missing"])) == lacking
     if not sound:
         return found
     refused = isinstance(expected, Refusal)
@@ -193,7 +204,9 @@ def spoil(tables: Tables, chooser: random.Random) -> bool:
     elif what == 5:
         segment[chooser.randrange(1, 4)] += chooser.choice([1, 8, 1 << 30])
     elif what == 6:
-        tables.site[index]["generation"] = tables.site[index]["ready"] = 0
+        gone = 1 << GONE_BIT | int(tables.site[index]["generation"])
+        tables.site[index]["generation"], tables.site[index]["ready"] = 0, chooser.choice([0, gone])
+        tables.held[LINK, index] *= chooser.randrange(2)
     return what == 7
 
 

@@ -25,6 +25,7 @@ from tests.support.gpu.gpu_world import VARIANT, Memory, World, address
 HANDLES, LINKS = 3, 6
 GRID, THREADS = 3, VARIANT.warps * 32 + 32
 DEVICE = 0
+GONE = 1 << codes.GONE_BIT
 Waiting = Generator[None, None, None]
 
 
@@ -58,6 +59,7 @@ class Shard:
         self.places = [places(world, 1 + i, i < LINKS and device == DEVICE) for i in range(len(links))]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
         self.directory = world.shared.new(layout.ENTRY, HANDLES + 1, SPEC.layers * len(PROJECTIONS))
+        self.directory["ready"] = GONE + 1  # no step of one that has not come yet waits for it
         self.held = world.shared.new("<u4", self.num_links, HANDLES + 1)
         self.blocks = world.shared.new(BLOCK, (HANDLES + 1) * len(SITES))
         self.page_lists = world.shared.new("<u8", HANDLES + 1, 2)
@@ -170,6 +172,7 @@ class Shard:
             if (link, index) != self.foreign:
                 self.hold(link, handle)
         for site in SITES:
+            self.world.write(self._entry(index, site)["ready"], 0)
             self.world.write(self._entry(index, site)["generation"], self.generation[index])
         return handle
 
@@ -212,7 +215,7 @@ class Shard:
         self.known[index] = 0
         for site in SITES:
             self.world.write(self._entry(index, site)["generation"], 0)
-            self.world.write(self._entry(index, site)["ready"], 0)
+            self.world.write(self._entry(index, site)["ready"], GONE + self.generation[index])
         turn = yield from self.post(CommandKind.RETIRE, index)
         yield from self.settled(turn)
         ours = self.blocks[index * len(SITES) :][: len(SITES)].view(np.uint8)

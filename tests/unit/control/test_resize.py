@@ -182,6 +182,7 @@ def measure(new, handle, *sizes):
     """Have each of the new shards measure an adapter."""
     for shard, nbytes in enumerate(sizes):
         new.sync.sizes.set_size(handle, shard, nbytes)
+        new.sync.residency.opened(handle, shard)
 
 
 def pin(controller, *handles):

@@ -16,7 +16,9 @@ def rig():
     """A controller that tells its four shards of two adapters in advance, and registers six."""
     controller = make_controller("ep4-pp1", settled=False)
     controller.adapters.sync.spread = AdapterSpread(SHARDS, TOLD * SHARDS)
-    controller.adapters.recovery.adopt([kept(name, number) for number, name in enumerate(NAMES, 1)], (), 6)
+    outlines = dict.fromkeys(NAMES[4:], "alike")
+    known = [kept(name, number, outline=outlines.get(name, "")) for number, name in enumerate(NAMES, 1)]
+    controller.adapters.recovery.adopt(known, (), 6)
     shards = [ToldShard(controller, shard=number, pool_bytes=100) for number in range(SHARDS)]
     yield controller, shards
     for one in shards:
@@ -41,6 +43,24 @@ def test_further_adapters_are_kept_by_two_shards_and_told_to_all_when_named(rig)
     for one in shards:
         moved(controller, one.handle, [pb.Residency(handle=5, bytes=1, measured=True)])
     assert controller.requests.acquire(lease.proof, ["a5"], ticket=1).queued is None
+
+
+def test_what_shards_measured_of_one_adapter_they_need_not_measure_of_the_next(rig):
+    """Adapters of one outline take the same: a client need not wait until all shards have looked at the next one."""
+    controller, shards = rig
+    lease, _ = controller.clients.join("engine")
+    assert controller.requests.acquire(lease.proof, ["a5"], ticket=1).queued, "no shard has measured it"
+    until(lambda: all(5 in one.loaded for one in shards), "all shards were told of it")
+    for one in shards:
+        moved(controller, one.handle, [pb.Residency(handle=5, bytes=40 + one.handle.shard, measured=True)])
+    answer = controller.requests.acquire(lease.proof, ["a6"], ticket=2)
+    assert answer.queued is None and [record.handle for record in answer.records] == [6]
+    until(lambda: all(6 in one.loaded for one in shards), "all shards are told of it")
+    sizes = [one.memory.loads[6].size for one in shards]
+    assert sizes == [40, 41, 42, 43], "and do not measure it"
+    assert controller.requests.acquire(lease.proof, ["a4"], ticket=3).queued, "its outline is not known"
+    controller.adapters.sync.drop(5)
+    assert controller.adapters.sync.sizes.unmeasured([6]) is None, "it is an adapter of that outline still"
 
 
 def test_a_shard_that_was_restarted_keeps_again_what_its_predecessor_kept(rig):

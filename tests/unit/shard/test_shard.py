@@ -94,6 +94,34 @@ def test_a_step_may_name_only_what_its_client_holds(loaded):
         forger.answer(seq)
 
 
+def test_a_step_waits_for_the_commands_that_tell_of_its_adapter(loaded, tiny_adapters):
+    """The controller answers a client before all shards have heard of the adapter, and of the hold."""
+    port, early, other = loaded.shard.port, Client(loaded.shard, 1), Client(loaded.shard, 2)
+    port.hold(1, [], anew=True)
+    seq = early.push(early.request(handle=ABSENT))
+    healthy(other)
+    assert early.link.responded() == 0
+    assert loaded.load(ABSENT, tiny_adapters["all"]).result() is None
+    healthy(other)
+    assert early.link.responded() == 0, "its client does not hold it yet"
+    port.hold(1, [ABSENT])
+    early.answer(seq)
+    port.hold(1, [], [ABSENT])
+    loaded.shard.store.adapters.drop(ABSENT)
+    early.push(early.request(handle=ABSENT))
+    assert loaded.shard.serve_once(), "what was dropped does not come: no other waits for its refusal"
+    with pytest.raises(errors.UnknownAdapterError, match=f"handle {ABSENT}"):
+        early.answer(seq + 1)
+
+
+@pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
+def test_a_step_of_an_adapter_that_nobody_tells_of_is_refused(loaded):
+    client = Client(loaded.shard, 1)
+    loaded.shard.port.hold(1, [], anew=True)
+    with pytest.raises(errors.UnknownAdapterError, match=rf"shard 0 client 1 .*handle {ABSENT}, which is unknown here"):
+        client.send(client.request(handle=ABSENT))
+
+
 @pytest.mark.parametrize("site", [LAYER0, Site(1, "gate_up"), Site(0, "qkv")])
 def test_a_step_at_the_wrong_shard_is_refused_and_not_answered_with_zeros(site, tiny_adapters):
     owner = 2 * site.layer

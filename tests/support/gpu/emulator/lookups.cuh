@@ -1,7 +1,7 @@
 // What the poller asks of one step's tables, and how many trips to memory each question took its first lane.
 #pragma once
 
-struct Lookups { int checked, checked_in, foreign, missing, looked_up_in, translated, translated_in, unused; };
+struct Lookups { int checked, checked_in, untold, foreign, missing, looked_up_in, translated, translated_in; };
 
 // One warp. memory: header, segments and maps.
 extern "C" __global__ void lookups(Serve* serve, unsigned char* memory, int64 link, int64 turn, Lookups* out) {
@@ -24,7 +24,7 @@ extern "C" __global__ void lookups(Serve* serve, unsigned char* memory, int64 li
     const Lacks lacks = look_up(*serve, static_cast<int>(link), h, tables, lane);
     found.looked_up_in = trips();
     const unsigned lacking = votes(lacks.weights), ready = !lacking && !votes(lacks.unknown);
-    found.foreign = votes(lacks.foreign) != 0;
+    found.foreign = votes(lacks.foreign) != 0, found.untold = votes(lacks.untold) != 0;
     found.missing = shuffle(static_cast<int>(lacks.handle), lacking ? first_bit(lacking) : 0);
     if (!found.checked) found.translated = translate(*serve, h, tables, turn, ready, lane), found.translated_in = trips();
     if (lane == 0) *out = found;
