@@ -14,6 +14,7 @@ from lora_server.adapters import Adapter
 from lora_server.adapters.refusal import shown
 from lora_server.errors import AdapterFormatError
 from lora_server.registry.versions import Version
+from lora_server.sources.urls import is_remote
 from lora_server.spec import PROJECTIONS, Invocation, Site
 
 FIRST_HANDLE = (1 << 16) + 1  # a shard's kernel takes one as 16 bits of index, and a generation from 1 on
@@ -46,7 +47,7 @@ class Record:
     pinned: bool = False
     of_directory: bool = False
     slo_class: str = ""  # that it was given by name
-    outline: str = ""  # digest of where its matrices lie, see adapters/outline.py; '' in an older ledger
+    outline: str = ""  # digest of where its matrices lie; '' where shards fetch its files, and in an older ledger
 
     @cached_property
     def site_codes(self) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ def draft(name: str, adapter: Adapter, version: str, uri: str, path: str, stamp:
         warnings=adapter.warnings,
         invocation=adapter.invocation,
         uri=uri,
-        outline=sys.intern(adapter.outline.key.hex()),
+        outline="" if is_remote(path) else sys.intern(adapter.outline.key.hex()),
     )
 
 
