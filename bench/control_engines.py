@@ -2,9 +2,8 @@
 
 Each joins with a lease of its own, and asks for adapters by Zipf's law: the n-th 1/n as often as the first. For each
 Load on stdin all hold and release adapters for its seconds; then the process prints one JSON object: the `seconds` that
-it took, and the milliseconds from each request's name to its hold. `warm` are those that were answered at once, `cold`
-those that were queued until every shard had measured the adapter, `failed` those that the server refused, or did not
-answer.
+it took, and of each request the adapter, when it was named (time.monotonic()), and the milliseconds from then to its
+hold, in `held`, or to the refusal or the time-out, in `failed`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.terms import Held
 
 PATIENCE = 600.0
-KINDS = ("warm", "cold", "failed")  # of answers
+Asked = tuple[int, float, float]  # adapter, when, milliseconds
 
 
 class Job(msgspec.Struct):
@@ -65,8 +64,8 @@ class Engine:
         self._drawn = itertools.cycle(self._dice.choices(range(job.adapters), weights, k=job.drawn))
         self._lock = threading.Lock()
 
-    def work(self, load: Load, waited: dict[str, list[float]]) -> None:
-        """Carry out a load; append the milliseconds of each request to one list of `waited`."""
+    def work(self, load: Load, waited: dict[str, list[Asked]]) -> None:
+        """Carry out a load; append each request to one list of `waited`."""
         self._until, self._waited = time.monotonic() + load.seconds, waited
         self._among = load.among
         if load.pause:
@@ -79,52 +78,50 @@ class Engine:
                 self._ask()
             self._ended.wait()
 
-    def _name(self) -> str:
+    def _draw(self) -> int:
         """Return the next adapter that the load draws."""
         while (one := next(self._drawn)) >= self._among:
             pass
-        return f"a{one:05}"
+        return one
 
-    def _note(self, kind: str, began: float) -> None:
-        self._waited[kind].append(1e3 * (time.monotonic() - began))
+    def _note(self, adapter: int, began: float, kind: str = "held") -> None:
+        self._waited[kind].append((adapter, began, 1e3 * (time.monotonic() - began)))
 
     def _with_pauses(self, pause: float) -> None:
         while (wait := self._dice.expovariate(1 / pause)) < self._until - time.monotonic():
             time.sleep(wait)
-            began = time.monotonic()
+            began, adapter, kind = time.monotonic(), self._draw(), "held"
             try:
-                kind = self._hold()
+                self._hold(adapter)
             except LoraServerError as error:
                 kind = "failed"
                 print(f"failed: {error}", file=sys.stderr, flush=True)
-            self._note(kind, began)
+            self._note(adapter, began, kind)
 
-    def _hold(self) -> str:
-        """Hold the next adapter, and release it; return the kind of the answer."""
-        ticket, names = self._session.ticket(), [self._name()]
-        answer, kind = self._session.ask(ticket, names, PATIENCE), "warm"
-        while not isinstance(answer, list):
+    def _hold(self, adapter: int) -> None:
+        """Hold an adapter, and release it."""
+        ticket, names = self._session.ticket(), [name_of(adapter)]
+        while not isinstance(answer := self._session.ask(ticket, names, PATIENCE), list):
             self._session.wait([ticket], PATIENCE)
-            answer, kind = self._session.ask(ticket, names, PATIENCE), "cold"
         self._session.release([one.handle for one in answer], waits=False)
-        return kind
 
     def _one_by_one(self) -> None:
         calls = self._session.calls
         while (began := time.monotonic()) < self._until:
-            request = pb.AcquireRequest(names=[self._name()], ticket=self._session.ticket())
+            adapter = self._draw()
+            request = pb.AcquireRequest(names=[name_of(adapter)], ticket=self._session.ticket())
             held = calls.call(calls.clients.Acquire, request).adapters
-            self._note("warm", began)
+            self._note(adapter, began)
             calls.call(calls.clients.Release, pb.ReleaseRequest(handles=[one.handle for one in held]))
 
     def _ask(self) -> None:
         """Make a request, and the next one once it is answered, until the time is over."""
-        began = time.monotonic()
+        began, adapter = time.monotonic(), self._draw()
 
         def granted(answer: Future[list[Held] | QueuedAnswer]) -> None:
             held = answer.result()
             assert isinstance(held, list), "the pool has room for all adapters"
-            self._note("warm", began)
+            self._note(adapter, began)
             self._session.release([one.handle for one in held], waits=False)
             if time.monotonic() < self._until:
                 self._ask()
@@ -134,7 +131,12 @@ class Engine:
                 if not self._open:
                     self._ended.set()
 
-        self._session.ask_soon(self._session.ticket(), [self._name()]).add_done_callback(granted)
+        self._session.ask_soon(self._session.ticket(), [name_of(adapter)]).add_done_callback(granted)
+
+
+def name_of(adapter: int) -> str:
+    """Return the name of the n-th adapter, as `bench.harness.make_many` names it."""
+    return f"a{adapter:05}"
 
 
 def run_all(calls: list[Callable[[], object]]) -> None:
@@ -152,10 +154,7 @@ def main() -> None:
     engines = [Engine(job, number) for number in range(job.engines)]
     print("joined", flush=True)
     for line in sys.stdin:
-        load, waited = (
-            msgspec.json.decode(line, type=Load),
-            {kind: list[float]() for kind in KINDS},
-        )
+        load, waited = msgspec.json.decode(line, type=Load), {"held": list[Asked](), "failed": list[Asked]()}
         began = time.monotonic()
         run_all([partial(engine.work, load, waited) for engine in engines])
         print(json.dumps({"seconds": time.monotonic() - began, **waited}), flush=True)

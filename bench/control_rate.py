@@ -39,11 +39,11 @@ def measure(address: str, started: Sequence[Child], load: Load) -> dict[str, Any
     pids = {"controller_s": status.pid, "shard_s": status.shards[0].pid}
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     found = answers(started, load)
-    waited = np.concatenate([one["warm"] for one in found])
+    waited = np.array([ms for one in found for _, _, ms in one["held"]])
     spent = {name: 1e3 * (cpu_seconds(pid) - before[name]) / len(waited) for name, pid in pids.items()}
     return {
         "calls": "Acquire, Release" if load.single else "Hold",
-        "rate": sum(len(one["warm"]) / one["seconds"] for one in found),
+        "rate": sum(len(one["held"]) / one["seconds"] for one in found),
         "p50_ms": float(np.percentile(waited, 50)),
         "p99_ms": float(np.percentile(waited, 99)),
         **spent,
