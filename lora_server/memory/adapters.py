@@ -37,7 +37,7 @@ class ShardAdapters:
         memory, `done` is called at once and the load is deferred. Not eager: `done` is called when the files were
         measured; `prewarm`, or any demand, loads the adapter. `asked`: a request waits for that, so it comes before
         others, and files that this node lacks are fetched; without, these are not measured. `size`: the bytes of device
-        pool that it is known to take; with it the files are not measured, unless they are fetched.
+        pool that it takes; with it the files are not measured, unless `asked` has them fetched.
         """
         with self._lock:
             entry = self._table.entries.get(handle)

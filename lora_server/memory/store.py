@@ -125,9 +125,9 @@ class WeightStore:
         """Return those handles that are adapters."""
         return frozenset(handle for handle in handles if handle in self._table.entries)
 
-    def gone(self, handles: Iterable[int]) -> bool:
-        """Return whether one of these was dropped: no command makes it an adapter again."""
-        return any(map(self._table.is_gone, handles))
+    def any_dropped(self, handles: Iterable[int]) -> bool:
+        """Return whether one of these was an adapter, and is none any more."""
+        return any(map(self._table.was_removed, handles))
 
     def missing(self, handles: Iterable[int], layer: int) -> list[int]:
         """Return the handles that a step of the layer has to wait for."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lora_server.memory.entry import AdapterEntry, Source
 
-MOST_GONE = 65_536
+MOST_REMOVED = 65_536  # handles that are remembered
 
 
 class AdapterTable:
@@ -17,26 +17,27 @@ class AdapterTable:
         self.entries: dict[int, AdapterEntry] = {}
         self.complete: set[int] = set()  # handles with all layers READY
         self.dropped: dict[AdapterEntry, object] = {}  # not freed yet, with what the tier withdrew
-        self._gone: dict[int, None] = {}  # the last handles that were removed
+        self._removed: dict[int, None] = {}  # the last handles that were
         self._changed: set[int] = set()
         self._registered = 0
 
     def add(self, handle: int, source: Source) -> AdapterEntry:
         """Register an adapter."""
         self._registered += 1
+        self._removed.pop(handle, None)  # a controller that starts anew counts handles from the first one again
         entry = self.entries[handle] = AdapterEntry(handle, source, self.layers, self._registered)
         return entry
 
     def remove(self, handle: int) -> AdapterEntry | None:
         """Forget an adapter, and return its entry if it was known."""
-        self._gone[handle] = None
-        if len(self._gone) > MOST_GONE:
-            del self._gone[next(iter(self._gone))]
+        self._removed[handle] = None
+        if len(self._removed) > MOST_REMOVED:
+            del self._removed[next(iter(self._removed))]
         return self.entries.pop(handle, None)
 
-    def is_gone(self, handle: int) -> bool:
-        """Return whether it was removed, and not very many since."""
-        return handle in self._gone
+    def was_removed(self, handle: int) -> bool:
+        """Return whether the handle is among the last MOST_REMOVED that were removed."""
+        return handle in self._removed
 
     def among(self, handles: Iterable[int]) -> list[AdapterEntry]:
         """Return the entries of those handles that are known."""

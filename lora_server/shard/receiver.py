@@ -132,14 +132,15 @@ class StepReceiver:
         return not step.blocked
 
     def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
-        """Return whether a step may name handles that the client is not known to hold. It may if one was dropped:
-        `gather` refuses that. The controller answers a client before it has told all shards of an adapter and the hold.
-        Raises PermissionDeniedError, or UnknownAdapterError, once this shard would have been told."""
-        if self.store.gone(lacking) or min(lacking) < 0:  # which is none
+        """Return False while a command that tells of an adapter, or of a hold, may be on its way: the controller
+        answers a client first. Raises PermissionDeniedError or UnknownAdapterError once it would be here. A step that
+        names what was dropped, or no handle at all, need not wait: `gather` or the checks refuse it."""
+        foreign = self.store.known(lacking)
+        if not foreign and (self.store.any_dropped(lacking) or min(lacking) < 0):
             return True
         if time.monotonic_ns() < min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
             return False
         got = f"shard {self.index} {step.header.where}: got handle"
-        if foreign := self.store.known(lacking):
+        if foreign:
             raise PermissionDeniedError(f"{got} {min(foreign)}, which this client does not hold; acquire it first")
         raise UnknownAdapterError(f"{got} {min(lacking)}, which is unknown here; acquire its adapter first")

@@ -6,6 +6,7 @@ due. (Of a prompt's large steps, no more than its share goes on while others sen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -29,14 +30,18 @@ class Caller:
     """A client that steps at one site with the same rows: their deltas must not change."""
 
     def __init__(self, client: Client, rows: int, name: str = "tenant") -> None:
-        self.client, self.model = client, client.terms.spec
-        self.held = client.acquire([name])
-        self.batch = Batch.of([Run.of(self.held[0], 0, rows)], decode=True)
+        self.client, self.model, self.rows, self.name = client, client.terms.spec, rows, name
+        self.hold()
         generator = torch.Generator().manual_seed(rows)
         self.x = torch.randn(rows, self.model.hidden, generator=generator)
         self.experts = torch.rand(rows, self.model.experts, generator=generator).topk(self.model.top_k).indices
         self.owners = torch.tensor(client.placement.first_owners(SITE))
         self.first: list[torch.Tensor] = []
+
+    def hold(self) -> None:
+        """Acquire the adapter; to be called again after a session is lost."""
+        self.held = self.client.acquire([self.name])
+        self.batch = Batch.of([Run.of(self.held[0], 0, self.rows)], decode=True)
 
     def step(self) -> bool:
         """Whether the deltas are those of the first step."""
@@ -54,6 +59,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     client = Client(RemoteServer(sys.argv[1], sys.argv[2]), timeout_seconds=20)
     caller, due = Caller(client, SMALL), time.monotonic()
+    is_good = True  # the session, and what it holds
     while True:
         due = max(due + PERIOD, time.monotonic())  # what was late makes none after it late
         time.sleep(max(0.0, due - time.monotonic()))
@@ -61,7 +67,11 @@ def main() -> None:
             outcome = "right" if caller.step() else "wrong"
         except LoraServerError as error:
             outcome = error.code
-            client.recover()
+            with contextlib.suppress(LoraServerError):  # then the next step fails, too
+                is_good = is_good and not client.recover()
+                if not is_good:
+                    caller.hold()
+                    is_good = True
         except Exception as error:
             outcome = f"untyped {error!r}"
         print(json.dumps({"outcome": outcome, "seconds": time.monotonic() - due}), flush=True)

@@ -63,6 +63,9 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
             lines = [_flood(server, behaved, bystander, kind, *of[1:], short) for kind, of in KINDS.items()]
             until(lambda: status(server.address).clients <= 2, "the attackers' leases to end", 120)
             return lines, Held(f"floods, {transport}", before, _settled(server, before))
+        except BaseException:
+            print(server.tail(), file=sys.stderr)
+            raise
         finally:
             behaved.stop()
             bystander.leave()

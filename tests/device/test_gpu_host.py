@@ -23,8 +23,8 @@ from lora_server.device.client.ends import HostEnds
 from lora_server.device.host.directory import Places
 from lora_server.device.host.kernel import KernelLostError, ServeKernel
 from lora_server.device.host.mailbox import Mailbox
-from lora_server.device.protocol.codes import COMMANDS, MAX_LINKS, CommandKind
-from lora_server.device.protocol.layout import SERVE, handle_of
+from lora_server.device.protocol.codes import COMMANDS, GONE_BIT, MAX_LINKS, CommandKind
+from lora_server.device.protocol.layout import SERVE, handle_of, parts
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
@@ -100,6 +100,15 @@ def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(
     assert isinstance(steps.step(), torch.Tensor)
     steps.link.close()
     until(lambda: not host.port.connections, "it went")
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["loaded", "known"])
+def test_no_step_waits_for_an_adapter_that_was_dropped(host, tiny_adapters, eager):
+    handle = host.load(tiny_adapters["bf16"], eager=eager)
+    index, generation = parts(handle)
+    host.store.adapters.drop(handle)
+    entries = host.tier._mirror._on_device._host[index]
+    assert (entries["ready"] == 1 << GONE_BIT | generation).all() and not entries["generation"].any()
 
 
 def test_a_client_names_what_it_holds(host, steps, tiny_adapters):

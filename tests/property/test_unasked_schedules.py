@@ -101,6 +101,7 @@ class ModelServer:
             self.pool_sizes.set_capacity(one.shard, one.capacity)
             for handle in HANDLES:
                 self.pool_sizes.set_size(handle, one.shard, self.sizes[handle][one.shard])
+                self.residency.opened(handle, one.shard)
         self.prewarm.offer(HANDLES)
         self.decide()
 

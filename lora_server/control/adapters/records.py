@@ -47,7 +47,7 @@ class Record:
     pinned: bool = False
     of_directory: bool = False
     slo_class: str = ""  # that it was given by name
-    outline: str = ""  # digest of where its matrices lie; '' where shards fetch its files, and in an older ledger
+    outline: str = ""  # digest of where its matrices lie; empty if it is from far, and in an older ledger
 
     @cached_property
     def site_codes(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ An adapter is active while a client holds it. The active adapters fit the device
 is admitted at once if its adapters are active, or fit as well.
 
 The rule is first come, first served, with backfill; with SLO classes, the least deadline margin first (`margin.py`). A
-ticket of an adapter that is not measured yet, nor another of its outline, is skipped. A ticket that fits may overtake
+ticket is skipped while neither its adapter nor another one of its outline is measured. A ticket that fits may overtake
 earlier ones that do not. Once the first measured ticket has waited `first_seconds`, backfill stops: no other ticket
 takes a new place, and adapters are drained for it (`AdmissionOrder`). Tickets for a drained adapter wait behind it;
 tickets for other adapters in use are still admitted at once. So the first ticket is admitted when clients have released

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -242,10 +242,19 @@ class AdmissionService:
         """Look at the tickets again. `moved`: a shard's report of what it loaded, measured or could not load."""
         failed = {one.handle: rebuild(one.error_code, one.error) for one in moved if one.error_code}
         with self._changed:
+            if not moved:
+                failed = {one: AdapterLoadError(error) for one, error in self._refused_loads()}
             answered = self.queue.answer(failed)
             if answered or not moved or not self.queue.capacity.is_current:
                 self.queue.admit()
                 self._changed.notify_all()
+
+    def _refused_loads(self) -> Iterator[tuple[int, str]]:
+        """Yield what admitted tickets wait for and a shard refused to load, and why."""
+        for ticket in self.queue.tickets.loading.values():
+            for handle in ticket.handles or ():
+                if error := self._sync.residency.error(handle):
+                    yield handle, error
 
     # -- what drains
 

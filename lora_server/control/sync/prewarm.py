@@ -135,11 +135,11 @@ class Prewarm:
         return found
 
     def _decide(self, handle: int, may_load: Callable[[int], bool], found: list[PrewarmLoad]) -> bool:
-        """Return False while a shard has not measured it yet."""
+        """Return False while a shard has not opened or measured it yet."""
         residency = self._residency
         if handle in self._sent or not may_load(handle) or residency.error(handle) or residency.is_remote(handle):
             return True
-        if self._sizes.unmeasured([handle]) is not None:
+        if self._sizes.unmeasured([handle]) is not None or not residency.is_opened(handle):
             return False
         lacking = residency.lacking(handle)
         refused = any((handle, shard) in self._refused for shard in lacking)

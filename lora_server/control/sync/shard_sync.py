@@ -70,8 +70,8 @@ class PrewarmCommands:
 class LoadCommands:
     """The commands to load an adapter: one for all shards on which it takes the same, encoded once.
 
-    A shard that is told what an adapter takes does not open its files before it loads it. `tells_size`: the others find
-    out that their node has none, so that an operator who adds it is told.
+    A shard that is told what an adapter takes does not open its files before it loads it. Without `tells_size` all
+    shards open them now, so that one whose node has none says so.
     """
 
     def __init__(self, load: pb.Load, tells_size: bool = True) -> None:
@@ -146,7 +146,8 @@ class ShardSync:
         """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
         files, and load it where there is room, or when a step needs it. `asked`: a request waits for that."""
         with self.lock:
-            loads = LoadCommands(self._message(record, eager, asked), tells_size=asked)
+            failed = self.residency.error(record.handle, last_load=True)  # then they are to look at its files
+            loads = LoadCommands(self._message(record, eager, asked), tells_size=asked and not failed)
             if (other := self.other) is not None:
                 other.spread.add([record.handle])
                 for handle in other.shards.live().values():

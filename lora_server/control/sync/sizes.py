@@ -18,8 +18,8 @@ UNMEASURED = -1
 class PoolSizes:
     """Sizes of the shards' device pools, and bytes that adapters take in them. Thread-safe; its lock is a leaf.
 
-    Adapters of one outline (see adapters/outline.py) take the same on each shard: what is measured of one is known of
-    all. A shard of unknown capacity limits nothing. `changes` counts changed sizes of adapters that all shards
+    Adapters of one outline (see adapters/outline.py) take the same bytes on a shard: one measurement counts for all of
+    them. A shard of unknown capacity limits nothing. `changes` counts changed sizes of adapters that all shards
     measured: a sum over sizes is current until it changes. A question about all shards is one operation on an array.
     """
 
@@ -47,7 +47,7 @@ class PoolSizes:
                 self._limits[shard] = NO_LIMIT
 
     def set_outline(self, handle: int, outline: str) -> None:
-        """Set an adapter's outline, before its sizes; '' is none."""
+        """Set an adapter's outline, before its sizes. An empty one is ignored."""
         with self._lock:
             if outline and handle not in self._outlines:
                 self._outlines[handle] = outline

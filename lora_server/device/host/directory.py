@@ -141,11 +141,12 @@ class DeviceDirectory:
 
     def take_back(self, handle: int, foreign: Collection[int]) -> None:
         """Let steps wait for it again; return when no step reads what it had."""
-        index, _ = parts(handle)
+        index, generation = parts(handle)
         own = [layer for layer in range(self._layers) if layer not in foreign]
         with self._lock:
-            self._host[index]["ready"][own] = 0
-            self._write_words(index, own)
+            if self._host[index]["generation"].max() == generation:  # it was not forgotten before
+                self._host[index]["ready"][own] = 0
+                self._write_words(index, own)
         self._retire(index)
         with self._lock:
             self._places.free(handle)

@@ -203,10 +203,10 @@ struct SiteEntries {
     DEVICE bool is_known(unsigned handle, uint64 generation) const {
         return has(handle) && generation != 0 && generation == generation_of(handle);
     }
-    // It is no adapter's, or was dropped, or its index is another's now: nobody will tell the shard of it.
+    // It is no adapter's, or was dropped, or its index is another's now: no command makes it known any more.
     DEVICE bool is_over(unsigned handle, unsigned generation, uint64 ready) const {
         if (static_cast<int>(handle) < 1 << HANDLE_BITS) return true;
-        return has(handle) && (generation != 0 || ready == (GONE | generation_of(handle)));
+        return has(handle) && (generation != 0 || ready >= (GONE | generation_of(handle)));
     }
     DEVICE unsigned index(unsigned handle) const { return has(handle) ? index_of(handle) : 0; }
     DEVICE const Entry* entry(unsigned handle) const { return first + static_cast<int64>(index(handle)) * stride; }
@@ -215,7 +215,7 @@ struct SiteEntries {
 // What keeps a step from being ordered.
 struct Lacks {
     bool unknown = false;  // it names what is not here: `translate` refuses it
-    bool untold = false;   // that may be on its way here: its client may have been told of it before the shard
+    bool untold = false;   // of that the shard may hear yet: its client was told first, perhaps
     bool foreign = false;  // its client does not hold what it names
     bool weights = false;  // they are not here yet: those of `handle`, the first of this lane's
     unsigned handle = 0;
@@ -248,7 +248,7 @@ DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const Tabl
             const unsigned handle = handles[i];
             const bool known = entries.is_known(handle, generation[i]);
             lacks.unknown |= !known;
-            const bool is_held = its[i] == generation_of(handle);
+            const bool is_held = its[i] == generation_of(handle) && (!held || entries.has(handle));
             lacks.foreign |= known && !is_held;
             lacks.untold |= !known && !is_held && !entries.is_over(handle, generation[i], ready[i]);
             if (!lacks.weights && known && ready[i] != generation[i]) lacks.weights = true, lacks.handle = handle;

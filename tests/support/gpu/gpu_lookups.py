@@ -104,7 +104,7 @@ class Tables:
             return 0 < generation <= MAX_GENERATION
         if self.held[LINK, index] == generation or self.site[index]["generation"]:
             return False
-        return bool(self.site[index]["ready"] != 1 << GONE_BIT | generation)
+        return bool(self.site[index]["ready"] < 1 << GONE_BIT | generation)
 
     def lacks(self) -> tuple[bool, bool, int]:
         """Return whether a segment names an adapter that may still come, one that the client does not hold, and a

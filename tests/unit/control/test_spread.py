@@ -4,6 +4,7 @@ import pytest
 
 from lora_server.control.adapters.places import ListOrder
 from lora_server.control.sync.spread import AdapterSpread
+from lora_server.errors import AdapterLoadError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.controllers import ToldShard, kept, make_controller, moved
 from tests.support.serving import until
@@ -61,6 +62,26 @@ def test_what_shards_measured_of_one_adapter_they_need_not_measure_of_the_next(r
     assert controller.requests.acquire(lease.proof, ["a4"], ticket=3).queued, "its outline is not known"
     controller.adapters.sync.drop(5)
     assert controller.adapters.sync.sizes.unmeasured([6]) is None, "it is an adapter of that outline still"
+
+
+def test_a_request_that_was_admitted_hears_that_a_shard_refuses_its_adapter(rig):
+    """And shards that are asked again look at its files, so that the next request is told before it is admitted."""
+    controller, shards = rig
+    lease, _ = controller.clients.join("engine")
+    sync = controller.adapters.sync
+    for one in shards:
+        sync.sizes.set_outline(5, "alike")
+        sync.sizes.set_size(5, one.handle.shard, 40)
+    shards[2].failure = "its place is taken"
+    assert controller.requests.acquire(lease.proof, ["a6"], ticket=1, pace=0.0).loading is not None
+    until(lambda: sync.residency.error(6), "the shard refused it")
+    until(lambda: not controller.adapters.admission.queue.tickets.loading, "the request is answered")
+    for ticket in (1, 2):
+        with pytest.raises(AdapterLoadError, match="its place is taken"):
+            controller.requests.acquire(lease.proof, ["a6"], ticket=ticket, pace=0.0)
+    assert not controller.adapters.admission.holds.handles()
+    sync.load(controller.adapters.catalog.by_handle(6), asked=True)
+    until(lambda: all(not one.memory.loads[6].HasField("size") for one in shards), "they are to look at its files")
 
 
 def test_a_shard_that_was_restarted_keeps_again_what_its_predecessor_kept(rig):

@@ -130,6 +130,7 @@ def decided(sizes, capacities):
     for handle, by_shard in sizes.items():
         for shard, size in enumerate(by_shard):
             pool_sizes.set_size(handle, shard, size)
+            residency.opened(handle, shard)
     return residency, Prewarm(residency, pool_sizes)
 
 
@@ -159,6 +160,18 @@ def test_an_adapter_that_one_of_several_shards_refused_is_loaded_there_once_it_r
     assert prewarm.decide(lambda handle: True) == [] and not prewarm.is_settled
     prewarm.heard(1)
     assert prewarm.decide(lambda handle: True) == [PrewarmLoad(1, [1])]
+
+
+def test_an_adapter_of_a_measured_outline_is_loaded_once_all_shards_have_opened_its_files():
+    """A shard that has not would refuse, and nobody would ask it again."""
+    residency, prewarm = decided({1: (4, 4)}, (10, 10))
+    residency.forget(1)
+    prewarm.offer([1])
+    assert prewarm.decide(lambda handle: True) == []
+    residency.opened(1, 0)
+    assert prewarm.decide(lambda handle: True) == []
+    residency.opened(1, 1)
+    assert prewarm.decide(lambda handle: True) == [PrewarmLoad(1, [0, 1])]
 
 
 def test_memory_that_an_eviction_leaves_completes_an_adapter_that_other_shards_have():

@@ -14,6 +14,7 @@ from lora_server.timings import Timings
 from lora_server.transport.base import Grant
 from lora_server.wire import slot
 from tests.support.rig import LAYER0, LOADED, MAX_ROWS, SECONDS, Client, healthy, loaded_rig, make_rig
+from tests.support.stores import load
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ABSENT = 8
@@ -112,6 +113,24 @@ def test_a_step_waits_for_the_commands_that_tell_of_its_adapter(loaded, tiny_ada
     assert loaded.shard.serve_once(), "what was dropped does not come: no other waits for its refusal"
     with pytest.raises(errors.UnknownAdapterError, match=f"handle {ABSENT}"):
         early.answer(seq + 1)
+
+
+@pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
+def test_a_handle_of_nothing_lets_no_step_past_what_its_client_does_not_hold(rig, tiny_adapters):
+    """Neither one that was dropped, nor one that is no handle; nor is one that came again free to all."""
+    assert load(rig.shard.store, LOADED, tiny_adapters["all"], eager=False).result() is None
+    rig.shard.store.adapters.drop(ABSENT)
+    forger = Client(rig.shard, 1)
+    rig.shard.port.hold(1, [], anew=True)
+    for other in (ABSENT, -1):
+        step = forger.request()
+        struct.pack_into("<i", step, slot.HEADER_BYTES, other)
+        with pytest.raises(errors.PermissionDeniedError, match=f"handle {LOADED}, which this client"):
+            forger.send(step)
+    assert not rig.shard.store.report.layers_ready(LOADED), "it was loaded for nobody"
+    assert rig.load(ABSENT, tiny_adapters["all"]).result() is None
+    with pytest.raises(errors.PermissionDeniedError, match=f"handle {ABSENT}, which this client"):
+        forger.send(forger.request(handle=ABSENT))
 
 
 @pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
