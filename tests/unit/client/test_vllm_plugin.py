@@ -298,6 +298,8 @@ def test_a_bad_adapter_fails_its_requests_and_no_other(served, forward, projecti
     """The step is void for all, but the others' requests start over."""
     good = served[1].held["fused"]
     bad = dataclasses.replace(good, handle=999)
+    for shard in served[1].shards:
+        shard.store.adapters.drop(999)  # so that no step waits for it
     forward.receive(StepPlan("", {"g": Assigned(good.handle, 0), "b": Assigned(999, 0)}, (bad,)))
     forward.begin(["g", "b"], [2, 2], [0, 0])
     call(served, forward, projection, rows=4)
