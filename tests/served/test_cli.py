@@ -30,7 +30,7 @@ from tests.support.controllers import make_controller, registration
 from tests.support.serving import HANG_SECONDS, cli, status, until
 from tests.support.workload import workload
 
-MOST_SECONDS = 60.0  # of the demo, on the two cores of an idle machine; what is printed then is tried in them, too
+MOST_SECONDS = 60.0  # of CPU, of the demo and the commands that it prints, on an idle machine; five times at most
 DEMO_SECONDS = 900.0  # two minutes of one CPU; what it starts has limits of its own
 
 
@@ -248,7 +248,7 @@ def test_the_demo_answers_in_words_and_stays_in_a_terminal():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (code, "864 of 864 tokens" in shown, "stopping the server" in shown) == (0, True, True), shown
     assert "ep4-pp1" not in shown, "timed with --timing alone"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * MOST_SECONDS
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5 * MOST_SECONDS
     question = styles.QUESTIONS.index(PROMPT)
     for answer in (styles.PLAIN[question], *(styles.STYLES[name][question] for name in styles.SERVED)):
         assert shown.count(answer) == 2, (answer, shown)  # the server's and PEFT's
