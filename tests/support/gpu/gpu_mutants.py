@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.support.gpu.gpu_texts import read
 MUTANTS = (*LISTED, *generated())
 SCHEDULES = 150
 SECONDS = 60.0  # of a CPU, that one case or schedule may take
+MOST_BYTES = 4 << 30  # of memory, of a process that judges a mutant: one that never ends takes more and more
 
 
 def mutated(mutant: Mutant) -> dict[str, str]:
@@ -112,6 +114,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="some of each kind, that are caught soon")
     arguments = parser.parse_args()
     if arguments.judge is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         caught = judge(MUTANTS[arguments.judge])
         print(caught)
         return 0 if caught else 1
