@@ -79,7 +79,7 @@ class NewShards:
                         f"{layout}: adapter {name_of(self._adapters.catalog, handle)} cannot be loaded there, so that "
                         f"its fit is unknown: {reason}; mend or remove it, or unpin it if no request uses it"
                     )
-            elif sizes.unmeasured([handle]) is None and self.sync.residency.is_opened(handle):
+            elif sizes.unmeasured([handle]) is None and self.sync.residency.files(handle).opened:
                 if unfit := admission.unfit(sizes, {handle}, layout):
                     raise unfit
                 self._fitting.add(handle)
@@ -88,7 +88,7 @@ class NewShards:
 
     def _is_elsewhere(self, handle: int, is_late: bool) -> bool:
         residency = self.sync.residency
-        return residency.is_remote(handle) or (is_late and residency.state(handle) == "disk")  # all have looked
+        return residency.files(handle).remote or (is_late and residency.state(handle) == "disk")  # all have looked
 
     def loaded(self) -> tuple[int, int]:
         """Return how many of the adapters that are in use and loaded now are loaded on these shards, and how many there

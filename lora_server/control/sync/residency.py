@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,13 @@ class CountedLayers:
         return self.counts & (layers < self.owned)
 
 
+class FilesState(NamedTuple):
+    """`opened`: all shards have looked at an adapter's files, if their nodes have them; `remote`: one has not."""
+
+    opened: bool
+    remote: bool
+
+
 class ResidencyTable:
     """The shards' latest reports, by handle. Thread-safe; its lock is a leaf.
 
@@ -121,11 +128,6 @@ class ResidencyTable:
                 found.known[shard] = True
                 found.errors.pop(shard, None)
 
-    def is_opened(self, handle: int) -> bool:
-        """Return whether all shards have opened its files, or said that their disk has none."""
-        with self._lock:
-            return self._counted.have_opened(self._rows.get(handle, self._unknown).known)
-
     def forget(self, handle: int) -> None:
         """Remove an adapter."""
         with self._lock:
@@ -152,10 +154,11 @@ class ResidencyTable:
             found = self._rows.get(handle, self._unknown)
             return float(found.seconds[self._counted.lacking(found.layers)].max(initial=0.0))
 
-    def is_remote(self, handle: int) -> bool:
-        """Return whether a shard's node lacks the adapter's files."""
+    def files(self, handle: int) -> FilesState:
+        """Return how far shards have come with an adapter's files."""
         with self._lock:
-            return bool(self._rows.get(handle, self._unknown).remote.any())
+            found = self._rows.get(handle, self._unknown)
+            return FilesState(self._counted.have_opened(found.known), bool(found.remote.any()))
 
     def is_behind(self, shard: int, handles: Iterable[int]) -> bool:
         """Return whether a shard lacks layers of one of these that a twin has completely."""

@@ -68,7 +68,7 @@ class PrewarmCommands:
 
 
 class LoadCommands:
-    """The commands to load an adapter: one for all shards on which it takes the same, encoded once.
+    """Commands to load an adapter. Shards on which it takes the same share one, which is encoded once.
 
     A shard that is told what an adapter takes does not open its files before it loads it. Without `tells_size` all
     shards open them now, so that one whose node has none says so.

@@ -1,9 +1,9 @@
 """The directory of weights that a shard's kernel reads: for (handle, site) an Entry of protocol.cuh, in GPU memory.
 
 A handle is an index and a generation. A step waits for an adapter that is known and not READY, and for a while for one
-that nobody has told the shard of; a handle of another generation, or of one that is GONE, is refused. READY is written
-after everything else, and taken back before pages are: the kernel acknowledges that, and the pages are free once it has
-done what it ordered before.
+that the shard has not heard of yet; a handle of another generation, or of one that is GONE, is refused. READY is
+written after everything else, and taken back before pages are: the kernel acknowledges that, and the pages are free
+once it has done what it ordered before.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ FOREIGN_NS = round(Timings.foreign_step * 1e9)
 
 
 def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
-    """A step with an adapter that its client does not hold, or that nobody has told the shard of, waits as long as at
-    the loop, or until it is late, and is refused, unless the shard is told in time. No other client waits for it."""
+    """A step with an adapter that its client does not hold, or that the shard has not heard of, waits as long as at the
+    loop, or until it is late, and is refused, unless the shard is told in time. No other client waits for it."""
     scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
     other, forger = scene.clients
     shard, world = scene.shard, scene.world

@@ -163,7 +163,7 @@ def test_an_adapter_that_one_of_several_shards_refused_is_loaded_there_once_it_r
 
 
 def test_an_adapter_of_a_measured_outline_is_loaded_once_all_shards_have_opened_its_files():
-    """A shard that has not would refuse, and nobody would ask it again."""
+    """A shard that has not would refuse, and would not be asked again."""
     residency, prewarm = decided({1: (4, 4)}, (10, 10))
     residency.forget(1)
     prewarm.offer([1])

@@ -127,14 +127,14 @@ def test_a_handle_of_nothing_lets_no_step_past_what_its_client_does_not_hold(rig
         struct.pack_into("<i", step, slot.HEADER_BYTES, other)
         with pytest.raises(errors.PermissionDeniedError, match=f"handle {LOADED}, which this client"):
             forger.send(step)
-    assert not rig.shard.store.report.layers_ready(LOADED), "it was loaded for nobody"
+    assert not rig.shard.store.report.layers_ready(LOADED), "nothing was loaded for it"
     assert rig.load(ABSENT, tiny_adapters["all"]).result() is None
     with pytest.raises(errors.PermissionDeniedError, match=f"handle {ABSENT}, which this client"):
         forger.send(forger.request(handle=ABSENT))
 
 
 @pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
-def test_a_step_of_an_adapter_that_nobody_tells_of_is_refused(loaded):
+def test_a_step_of_an_adapter_that_the_shard_does_not_hear_of_is_refused(loaded):
     client = Client(loaded.shard, 1)
     loaded.shard.port.hold(1, [], anew=True)
     with pytest.raises(errors.UnknownAdapterError, match=rf"shard 0 client 1 .*handle {ABSENT}, which is unknown here"):
