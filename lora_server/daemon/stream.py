@@ -23,6 +23,7 @@ from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
+from lora_server.wire.leader import leader_of, leave
 from lora_server.wire.messages import NONCE_BYTES, proof, proves
 from lora_server.wire.rpc import open_channel, translate
 
@@ -124,10 +125,15 @@ class ControllerStream:
         """Serve one stream until it ends; return why."""
         first: _Reports = queue.SimpleQueue()
         reports: _Reports = queue.SimpleQueue()
-        self._reports = reports
+        self._reports, leader = reports, leader_of(self._address)
         with open_channel(self._address, self._credentials) as channel:
             commands = rpc.ShardsStub(channel).Register(itertools.chain(messages_of(first), messages_of(reports)))
-            late = threading.Timer(self._timings.handshake, commands.cancel)
+
+            def give_up() -> None:
+                leave(self._address, leader)
+                commands.cancel()
+
+            late = threading.Timer(self._timings.handshake, give_up)
             late.daemon = True
             late.start()
             try:
@@ -143,6 +149,7 @@ class ControllerStream:
             except grpc.RpcError as error:
                 return translate(cast(grpc.Call, error), self._address)
             except LoraServerError as error:
+                leave(self._address, leader)  # with a standby: another process may have this one's port
                 return error
             finally:
                 late.cancel()

@@ -130,6 +130,17 @@ def test_a_shard_waits_for_a_silent_controller_no_longer_than_a_handshake():
         silent.set()
 
 
+def test_a_shard_leaves_a_controller_that_takes_its_connection_and_says_nothing_for_the_other():
+    """As a host does that hangs, or another process at a port that was a controller's."""
+    controller = make_controller(timings=SOON)
+    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET))
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{control.port}"
+        with shard_of(address, controller.agreement.digest(), SECRET, SOON) as (stream, *_):
+            until(stream.up.is_set, "it registers", 60)
+    control.close(0)
+
+
 def test_a_client_tells_neither_its_token_nor_its_key():
     secret = tokens.new()
     lease = Proof(3, 4, b"0123456789abcdef0123456789abcdef")
