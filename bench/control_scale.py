@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from bench import harness
-from bench.control_engines import Job, Load
+from bench.control_engines import Job, Load, name_of
 from bench.harness import Child, answers, as_json, crew
 from lora_server.control.sync.spread import MOST_IN_ADVANCE
 from lora_server.demo.launch import RunningServer, launch
@@ -130,7 +130,7 @@ def wait_for_all(server: RunningServer, size: Size, started: list[Child]) -> dic
 
     ready = harness.until(is_ready, "the server is ready", PATIENCE)
     with open_channel(server.address) as channel:
-        stub, last = rpc.AdaptersStub(channel), pb.GetAdapterRequest(name=f"a{told - 1:05}")
+        stub, last = rpc.AdaptersStub(channel), pb.GetAdapterRequest(name=name_of(told - 1))
         known = harness.until(lambda: stub.Get(last, timeout=PATIENCE).state == "ready", "all are loaded", PATIENCE)
     return {"told": told, "ready_s": ready, "known_s": ready + known}
 

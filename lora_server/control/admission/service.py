@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from lora_server.control.events.log import EventLog
 from lora_server.control.members.shards import ShardHandle, SharedCommand
 from lora_server.control.sync.shard_sync import ShardSync
 from lora_server.control.sync.sizes import PoolSizes
-from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError, rebuild
+from lora_server.errors import AdapterLoadError, ConfigError, LoraServerError, UnknownAdapterError, rebuild
 from lora_server.slo import NO_CLASSES, SloClasses
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -242,19 +242,16 @@ class AdmissionService:
         """Look at the tickets again. `moved`: a shard's report of what it loaded, measured or could not load."""
         failed = {one.handle: rebuild(one.error_code, one.error) for one in moved if one.error_code}
         with self._changed:
-            if not moved:
-                failed = {one: AdapterLoadError(error) for one, error in self._refused_loads()}
-            answered = self.queue.answer(failed)
+            answered = self.queue.answer(failed if moved else self._refused_loads())
             if answered or not moved or not self.queue.capacity.is_current:
                 self.queue.admit()
                 self._changed.notify_all()
 
-    def _refused_loads(self) -> Iterator[tuple[int, str]]:
-        """Yield what admitted tickets wait for and a shard refused to load, and why."""
-        for ticket in self.queue.tickets.loading.values():
-            for handle in ticket.handles or ():
-                if error := self._sync.residency.error(handle):
-                    yield handle, error
+    def _refused_loads(self) -> dict[int, LoraServerError]:
+        """Return what admitted tickets wait for and a shard refused to load, and why."""
+        awaited = {handle for ticket in self.queue.tickets.loading.values() for handle in ticket.handles or ()}
+        errors = {handle: self._sync.residency.error(handle) for handle in awaited}
+        return {handle: AdapterLoadError(error) for handle, error in errors.items() if error}
 
     # -- what drains
 

@@ -136,8 +136,10 @@ class Prewarm:
 
     def _decide(self, handle: int, may_load: Callable[[int], bool], found: list[PrewarmLoad]) -> bool:
         """Return False while a shard has not opened or measured it yet."""
-        residency, files = self._residency, self._residency.files(handle)
-        if handle in self._sent or not may_load(handle) or residency.error(handle) or files.remote:
+        residency = self._residency
+        if handle in self._sent or not may_load(handle) or residency.error(handle):
+            return True
+        if (files := residency.files(handle)).remote:
             return True
         if self._sizes.unmeasured([handle]) is not None or not files.opened:
             return False
